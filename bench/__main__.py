@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
-from bench.gateway import __main__ as gateway
-
-
-def main() -> None:
-    gateway.main()
-    sys.stdout.write("`python -m bench.engine` measures the engine.\n")
-
+from bench.gateway.__main__ import main
 
 if __name__ == "__main__":
     main()
+    print("`python -m bench.engine` measures the engine.")

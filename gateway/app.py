@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
@@ -119,8 +119,7 @@ class GatewayApp(PortApp):
         elif path == MESSAGES_PATH:
             await self.proxy(scope, receive, MessagesFormat(self.proxy.sealer))
         elif path == RESPONSES_PATH:
-            exchange = self.responses.exchange()
-            await self.proxy(scope, receive, exchange.format, exchange)
+            await self.proxy(scope, receive, self.responses.exchange())
         else:
             if path.startswith(_DATA_PATHS):
                 writer = response_writer(scope)
@@ -134,7 +133,7 @@ class GatewayApp(PortApp):
         return [
             Job(work=self._measure_load, period_s=LOOP_CHECK_S, at_start=True),
             Job(work=self.responses.check, period_s=check_s),
-            Job(work=self.proxy.forwarder.end_silent, period_s=check_s),
+            Job(work=self.proxy.forwarder.check, period_s=check_s),
         ]
 
     def cut(self) -> None:
@@ -193,34 +192,29 @@ async def _render(request: Request, error: Exception) -> Response:
 
 
 def _as_gateway_error(request: Request, error: Exception) -> errors.GatewayError:
-    match error:
-        case errors.GatewayError():
-            return error
-        case PolicyInvalid():
-            param = error.problems[0].field or None
-            return errors.PolicyRefused(error.reasons, param=param)
-        case RequestValidationError():
-            return _invalid(error.errors()[0])
-        case HTTPException():
-            return _unserved(request, error)
-        case _:
-            return errors.GatewayError()
-
-
-def _unserved(request: Request, error: HTTPException) -> errors.GatewayError:
+    path, known = request.scope["path"], errors.GatewayError()
     match error:
         # FastAPI wraps an error of the body's reader in an HTTPException.
-        case HTTPException(__cause__=errors.GatewayError() as known):
-            return known
+        case HTTPException(__cause__=errors.GatewayError() as cause):
+            known = cause
+        case errors.GatewayError():
+            known = error
+        case PolicyInvalid():
+            known = errors.PolicyRefused(error.reasons, param=error.problems[0].field or None)
+        case RequestValidationError():
+            known = _invalid(error.errors()[0])
         case HTTPException(status_code=404):
             # OpenAI, Anthropic and Cohere have more routes there with each release.
-            unserved = request.app.state.proxied and request.scope["path"].startswith(_DATA_PATHS)
-            return errors.EndpointUnserved() if unserved else errors.PathUnknown()
+            unserved = request.app.state.proxied and path.startswith(_DATA_PATHS)
+            known = errors.EndpointUnserved() if unserved else errors.PathUnknown()
         case HTTPException(status_code=405):
-            methods = _methods(request.app.routes, request.scope["path"])
-            return errors.MethodRefused(", ".join(sorted(methods)))
-        case _:
-            return errors.RequestRefused("The request is invalid.")
+            # Of all routes of the path; Starlette reports those of the first one.
+            routes = [route for route in request.app.routes if isinstance(route, Route)]
+            methods = [one.methods or () for one in routes if one.path_regex.match(path)]
+            known = errors.MethodRefused(", ".join(sorted(set().union(*methods))))
+        case HTTPException():
+            known = errors.RequestRefused("The request is invalid.")
+    return known
 
 
 def _invalid(problem: ErrorDetails) -> errors.GatewayError:
@@ -236,12 +230,3 @@ def _invalid(problem: ErrorDetails) -> errors.GatewayError:
             field = ".".join(str(part) for part in path)
             return errors.FieldInvalid(f"{field}: {message_of(problem)}.", param=field)
     return errors.RequestRefused()
-
-
-def _methods(routes: Iterable[BaseRoute], path: str) -> set[str]:
-    """Return all methods of a path; Starlette reports those of the first matching route."""
-    found: set[str] = set()
-    for route in routes:
-        if isinstance(route, Route) and route.path_regex.match(path):
-            found |= route.methods or set()
-    return found

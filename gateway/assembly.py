@@ -21,7 +21,7 @@ from gateway.auth.usage_store import UsageStore
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.sync import ClusterSync, PeerWorkers
 from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
-from gateway.config.policy_store import PolicyStore, open_policy_store
+from gateway.config.policy_store import PolicyStore
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_unique_ids, read_worker_key
@@ -38,19 +38,19 @@ from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.inspection_thread import InspectionThread
 from gateway.memory_budget import MEMORY_LIMIT_BYTES, MemoryBudget
-from gateway.periodic import Job, WeekClock, periodic_tasks
+from gateway.periodic import Job, WeekClock, Work, periodic_tasks
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.replay import RecentRequests
-from gateway.state.counters import CounterStore, MemoryCounters
+from gateway.state.counters import MemoryCounters
 from gateway.state.expiring import ExpiringRecords, MemoryRecords, SharedExpiringRecords
 from gateway.state.join_token import SharedJoinToken
 from gateway.state.prefix_claims import SharedPrefixClaims
 from gateway.state.recent_errors import RecentErrors, SharedErrors
 from gateway.state.records import FileRecords, Records, RedisRecords
 from gateway.state.redis import ADMIN_DEADLINE_S, DEADLINE_S, RedisClient
-from gateway.state.shared_counters import SharedCounters
+from gateway.state.shared_counters import CounterStore, SharedCounters
 from gateway.state.worker_reports import SharedWorkerReports
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
@@ -86,6 +86,10 @@ class Timing:
     redis_admin_deadline_s: float = ADMIN_DEADLINE_S
     check_s: float = CHECK_S
     """Time limits of connections are checked this often."""
+    head_timeout_s: float = 15.0
+    """For the headers of a request."""
+    write_timeout_s: float = 30.0
+    """For a client that leaves sent data unread."""
     memory_limit_bytes: int = MEMORY_LIMIT_BYTES
 
 
@@ -107,77 +111,34 @@ class Gateway:
     def __init__(
         self, settings: Settings, redis: RedisClient | None, timing: Timing = TIMING
     ) -> None:
-        self.settings = settings
-        self.rng = rng = Random()  # noqa: S311  # breaks ties between equal workers
-        self._timing = timing
-        self.clock = clock = timing.clock
-        self.wall = wall = timing.wall
+        self.settings, self._timing = settings, timing
+        self.clock, self.wall = clock, wall = timing.clock, timing.wall
+        self.rng = Random()  # noqa: S311  # breaks ties between equal workers
         self.week_clock = WeekClock(wall)
         self.exit_stack = AsyncExitStack()
         """Closes the parts, the last one first; Redis is open from the start."""
         self._records = records = _records(settings, redis)
         join_token = settings.join_token.get_secret_value() if settings.join_token else ""
-        paceline = PacelineWorker(join_token)
-        listed = frozenset(name for worker in settings.workers for name in worker.names)
-        self.fleet = WorkerRegistry(clock, rng.random, listed, paceline)
-        self.prefix_index = PrefixIndex(clock)
         # Gateways that share the token give one system prompt one name.
         secret = join_token.encode() or secrets.token_bytes(32)
         self.prefix_hasher, self.sealer = PrefixHasher(secret), Sealer(secret)
         self.memory = memory = MemoryBudget(timing.memory_limit_bytes)
-        self.expiring_records: ExpiringRecords = (
-            SharedExpiringRecords(redis, self.sealer) if redis else MemoryRecords(clock, memory)
-        )
-        self.scheduler = Scheduler(self.fleet, self.prefix_index, clock, rng)
-        self.usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
-        self.active_requests = ActiveRequests()
-        self.api_keys = ApiKeys(
-            settings.api_key,
-            clock,
-            wall,
-            self.usage_store.tokens_used,
-            on_end=self.active_requests.cancel_keys,
-        )
-        self.key_store = KeyStore(records, self.api_keys, wall)
-        self.access_log = AccessLog(settings.access_log) if settings.access_log else None
-        self.recent_errors = RecentErrors()
-        self.accounting = Accounting(self.usage_store, self.recent_errors, self.access_log, wall)
-        self.stats_history = SnapshotHistory(
-            self.accounting.lane_totals, self.accounting.outcomes, clock
-        )
         self.recent_requests, self.documents = RecentRequests(), DocumentReader(memory)
         self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
-        take_pending = self.accounting.take_pending
-        self.cluster_sync = ClusterSync()
+        self._build_fleet(PacelineWorker(join_token))
+        self._build_accounts()
         if redis is None:
-            self.counters: CounterStore = MemoryCounters(take_pending)
-            self.control = ReportClient(paceline, self.fleet, self.counters)
+            self.counters: CounterStore = MemoryCounters(self.accounting.take_pending)
+            self.control = ReportClient(self.paceline, self.fleet, self.counters)
+            self.expiring_records: ExpiringRecords = MemoryRecords(clock, memory)
+            self.cluster_sync = ClusterSync()
         else:
-            reports = SharedWorkerReports(redis)
-            self.counters = shared = SharedCounters(redis, reports, take_pending)
-            self.control = ReportClient(paceline, self.fleet, self.counters)
-            peers = PeerWorkers(reports, self.fleet, self.control, self.prefix_index, clock=clock)
-            limits = SharedRateLimits(redis, self.api_keys.rate_limiters, clock)
-            claims = SharedPrefixClaims(redis, self.prefix_index)
-            recent_errors = SharedErrors(redis, self.recent_errors, wall)
-            token = SharedJoinToken(redis, join_token)
-            exchanges = (shared.exchange, limits.exchange, claims.exchange, peers.exchange)
-            self.cluster_sync = ClusterSync(
-                redis=redis,
-                join_token=token,
-                rate_limits=limits,
-                exchanges=(token.exchange, *exchanges, recent_errors.exchange, peers.probe_silent),
-                final_exchanges=(shared.exchange, recent_errors.exchange, limits.leave),
-            )
+            self.expiring_records = SharedExpiringRecords(redis, self.sealer)
+            self._join_cluster(redis, join_token)
         read_within_s = 2 * timing.refresh_s + 0.2  # even if one read is late
         self.cordons = Cordons(records, self.fleet, self.control, wall, read_within_s)
-        self.prefix_deletion = PrefixDeletion(
-            self.fleet,
-            self.control,
-            self.api_keys.callers_since,
-            self.prefix_hasher.cache_salt,
-            wall,
-        )
+        callers, salt = self.api_keys.callers_since, self.prefix_hasher.cache_salt
+        self.prefix_deletion = PrefixDeletion(self.fleet, self.control, callers, salt, wall)
         self.engine_watch = EngineWatch(self.fleet, self.counters, clock)
         self.engine_records = EngineRecords(
             records,
@@ -186,6 +147,50 @@ class Gateway:
             self.fleet,
             environment=os.environ,
             wall=wall,
+        )
+
+    def _build_fleet(self, paceline: PacelineWorker) -> None:
+        """Build what knows the workers and gives them requests."""
+        listed = frozenset(name for one in self.settings.workers for name in one.names)
+        self.paceline = paceline
+        self.fleet = WorkerRegistry(self.clock, self.rng.random, listed, paceline)
+        self.prefix_index = PrefixIndex(self.clock)
+        self.scheduler = Scheduler(self.fleet, self.prefix_index, self.clock, self.rng)
+
+    def _build_accounts(self) -> None:
+        """Build what knows the clients, and what their requests used."""
+        clock, wall, settings = self.clock, self.wall, self.settings
+        self.usage_store = usage = UsageStore(self._records, wall, life=secrets.token_hex(4))
+        self.active_requests = ActiveRequests()
+        end = self.active_requests.cancel_keys
+        self.api_keys = ApiKeys(settings.api_key, clock, wall, usage.tokens_used, on_end=end)
+        self.key_store = KeyStore(self._records, self.api_keys, wall)
+        self.access_log = AccessLog(settings.access_log) if settings.access_log else None
+        self.recent_errors = RecentErrors()
+        self.accounting = Accounting(usage, self.recent_errors, self.access_log, wall)
+        totals, outcomes = self.accounting.lane_totals, self.accounting.outcomes
+        self.stats_history = SnapshotHistory(totals, outcomes, clock)
+
+    def _join_cluster(self, redis: RedisClient, join_token: str) -> None:
+        """Build what this gateway exchanges with others."""
+        reports = SharedWorkerReports(redis)
+        self.counters = counters = SharedCounters(redis, reports, self.accounting.take_pending)
+        self.control = ReportClient(self.paceline, self.fleet, counters)
+        prefixes = self.prefix_index
+        peers = PeerWorkers(reports, self.fleet, self.control, prefixes, clock=self.clock)
+        limits = SharedRateLimits(redis, self.api_keys.rate_limiters, self.clock)
+        claims = SharedPrefixClaims(redis, prefixes)
+        recent_errors = SharedErrors(redis, self.recent_errors, self.wall)
+        token = SharedJoinToken(redis, join_token)
+        self.cluster_sync = ClusterSync(
+            redis=redis,
+            join_token=token,
+            rate_limits=limits,
+            exchanges=(
+                *(token.exchange, counters.exchange, limits.exchange, claims.exchange),
+                *(peers.exchange, recent_errors.exchange, peers.probe_silent),
+            ),
+            final_exchanges=(counters.exchange, recent_errors.exchange, limits.leave),
         )
 
     async def open(self) -> None:
@@ -257,17 +262,20 @@ class Gateway:
     def _jobs(self) -> list[Job]:
         """List the periodic jobs of the parts."""
         timing = self._timing
+        periods: tuple[tuple[Work, float], ...] = (
+            (self.key_store.refresh, timing.refresh_s),
+            (self.cordons.refresh, timing.refresh_s),
+            (self.engine_records.refresh, timing.refresh_s),
+            (self.policy_store.refresh, timing.refresh_s),
+            (self.prefix_deletion.delete_ended, _DELETION_S),
+            (self.expiring_records.drop_expired, _DELETION_S),
+            (self.policy_file.check, _POLICY_FILE_CHECK_S),
+            (self.usage_store.flush, timing.usage_flush_s),
+            (self.stats_history.record, SNAPSHOT_INTERVAL_S),
+            (_trim_heap, TRIM_INTERVAL_S),
+        )
         return [
-            Job(work=self.key_store.refresh, period_s=timing.refresh_s),
-            Job(work=self.cordons.refresh, period_s=timing.refresh_s),
-            Job(work=self.engine_records.refresh, period_s=timing.refresh_s),
-            Job(work=self.policy_store.refresh, period_s=timing.refresh_s),
-            Job(work=self.prefix_deletion.delete_ended, period_s=_DELETION_S),
-            Job(work=self.expiring_records.drop_expired, period_s=_DELETION_S),
-            Job(work=self.policy_file.check, period_s=_POLICY_FILE_CHECK_S),
-            Job(work=self.usage_store.flush, period_s=timing.usage_flush_s),
-            Job(work=self.stats_history.record, period_s=SNAPSHOT_INTERVAL_S),
-            Job(work=_trim_heap, period_s=TRIM_INTERVAL_S),
+            *(Job(work=work, period_s=period_s) for work, period_s in periods),
             # The connection to Redis reports its own failures, in the log and in `/v1/status`.
             *(
                 Job(work=work, period_s=timing.exchange_s, silent_errors=(RecordsUnwritable,))
@@ -285,14 +293,8 @@ class Gateway:
         reads = LastReads(settings.state_dir.expanduser(), settings.policy)
         await reads.open()
         try:
-            self.policy_store = await open_policy_store(
-                self._records,
-                settings.workers,
-                source,
-                self.wall,
-                warnings,
-                last_read=reads.last,
-            )
+            store = PolicyStore(self._records, settings.workers, source, self.wall, warnings)
+            self.policy_store = await store.open(reads.last)
         except PolicyInvalid as invalid:
             raise StartupError(
                 f"The policy that would be active is invalid: {invalid.reasons}. Correct "

@@ -33,6 +33,8 @@ class GatewayError(ApiError):
 
     code: str = "internal_error"
     message = "The gateway failed to process this request."
+    public_message = ""
+    """Replaces in the list of errors a message that can hold text of a prompt."""
 
     @property
     def counted_as(self) -> str:
@@ -42,7 +44,7 @@ class GatewayError(ApiError):
     @property
     def reason(self) -> str:
         """Return the message for the list of errors, which holds no text of a prompt."""
-        return self.message
+        return self.public_message or self.message
 
 
 class RequestRefused(
@@ -80,13 +82,10 @@ class PreviousUnknown(FieldInvalid, code="previous_response_not_found"):
     Not 404: proxies in front take that for a model that is gone.
     """
 
+    public_message = "What the request goes on from is not kept."
+
     def __init__(self, kind: str, name: str, *, param: str) -> None:
         super().__init__(f"{kind} with id '{name[:100]}' not found.", param=param)
-
-    @property
-    def reason(self) -> str:
-        """Return the message without the id, which can be any text of the client."""
-        return "What the request goes on from is not kept."
 
 
 class PolicyRefused(RequestRefused, code="invalid_policy"):
@@ -139,12 +138,7 @@ class FeatureUntaken(RequestRefused, code="unsupported_value"):
 
     def __init__(self, model: str, feature: str, *, param: str | None) -> None:
         super().__init__(f"No worker of the model '{model[:100]}' takes {feature}.", param=param)
-        self._feature = feature
-
-    @property
-    def reason(self) -> str:
-        """Return the message without the model as the client wrote it."""
-        return f"No worker of the model takes {self._feature}."
+        self.public_message = f"No worker of the model takes {feature}."
 
 
 class ModelUnsuited(RequestRefused, code="model_not_supported"):
@@ -219,12 +213,8 @@ class ModelUnknown(NotFound, code="model_not_found"):
         super().__init__(
             f"The model '{model[:100]}' does not exist. GET /v1/models lists the models."
         )
-        self._plain = is_plain_name(model)
-
-    @property
-    def reason(self) -> str:
-        """Return the message, if the name of the model can be no text of a prompt."""
-        return self.message if self._plain else "The requested model does not exist."
+        if not is_plain_name(model):
+            self.public_message = "The requested model does not exist."
 
 
 class KeyUnknown(NotFound, code="key_not_found"):
@@ -264,13 +254,10 @@ class VersionUnknown(NotFound, code="version_not_found"):
 class ResponseUnknown(NotFound, code="response_not_found"):
     """No kept response, conversation or item has the id."""
 
+    public_message = "No kept response, conversation or item has this id."
+
     def __init__(self, kind: str, name: str, *, param: str | None = None) -> None:
         super().__init__(f"{kind} with id '{name[:100]}' not found.", param=param)
-
-    @property
-    def reason(self) -> str:
-        """Return the message without the id, which can be any text of the client."""
-        return "No kept response, conversation or item has this id."
 
 
 class MethodRefused(RequestRefused, status=405, code="method_not_allowed"):
@@ -390,17 +377,13 @@ class RefusedByWorker(RequestRefused):
     def __init__(self, status: int, message: str, *, param: str | None, code: str | None) -> None:
         super().__init__(message, param=param, code=code)
         self.status = status
+        shown = f" ({self.code})" if _PLAIN_CODE.fullmatch(self.code or "") else ""
+        self.public_message = f"The worker rejects the request{shown}."
 
     @property
     def counted_as(self) -> str:
         """Return one label for all codes of workers."""
         return "refused_by_worker"
-
-    @property
-    def reason(self) -> str:
-        """Return the code of the worker, whose message may repeat parts of the request."""
-        code = self.code if _PLAIN_CODE.fullmatch(self.code or "") else ""
-        return f"The worker rejects the request{code and f' ({code})'}."
 
 
 class RefusedInAnswer(RefusedByWorker):
@@ -421,12 +404,8 @@ class Unavailable(GatewayError, status=503, kind="overloaded_error"):
 class NoWorker(Unavailable, code="no_worker"):
     """No worker in the pools of the route can take the request now."""
 
-    message = "No worker is available for this request."
-
-    @property
-    def reason(self) -> str:
-        """Return the general message: the other one names the model as the client wrote it."""
-        return NoWorker.message
+    # Another message may name the model as the client wrote it.
+    message = public_message = "No worker is available for this request."
 
 
 class QueueFull(Unavailable, code="queue_full"):

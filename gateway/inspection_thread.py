@@ -59,11 +59,12 @@ class InspectionThread:
     @contextlib.asynccontextmanager
     async def turn(self, hold: MemoryHold, raw: RawBody) -> AsyncIterator[Turn]:
         """Yield the turn of a body, once its hold has room for what is made of it."""
-        hold.add(footprint_bytes(raw))
         if not is_large(raw):
+            hold.add(footprint_bytes(raw))
             yield Turn(hold)
             return
         async with self._clients.setdefault(hold.client, asyncio.Lock()):
+            hold.add(await self.run(len(raw), footprint_bytes, raw))
             yield Turn(hold, self._run_in_thread)
 
     async def run(

@@ -27,15 +27,16 @@ class Job:
 
     work: Work
     period_s: float
-    name: str = ""
     at_start: bool = False
     """The first run does not wait for a period."""
     silent_errors: tuple[type[Exception], ...] = ()
     """Errors that another component reports."""
     failing: bool = False
 
-    def __post_init__(self) -> None:
-        self.name = self.name or self.work.__qualname__
+    @property
+    def name(self) -> str:
+        """Return the name in logs."""
+        return self.work.__qualname__
 
     async def run(self) -> None:
         """Run once; log an error instead of raising it."""

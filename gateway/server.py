@@ -87,10 +87,10 @@ async def serve(
             gateway.api_keys.require_always()
         admin_url = ""
         if app.admin_app is not None and admin_listener is not None:
-            admin_server = _server(app.admin_app, settings, timing.check_s)
+            admin_server = _server(app.admin_app, timing)
             await stack.enter_async_context(admin_server.on(admin_listener))
             admin_url = _address(settings.admin_host, admin_listener)
-        server = _server(app, settings, timing.check_s)
+        server = _server(app, timing)
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
         load, keyed = app.proxy.load, gateway.api_keys.required
@@ -98,13 +98,13 @@ async def serve(
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.load.idle.wait, app.cut)
 
 
-def _server(app: PortApp, settings: Settings, check_s: float) -> Server:
+def _server(app: PortApp, timing: Timing) -> Server:
     return Server(
         app,
         connection=DownstreamProtocol,
-        head_timeout_s=settings.head_timeout_s,
-        write_timeout_s=settings.write_timeout_s,
-        check_s=check_s,
+        head_timeout_s=timing.head_timeout_s,
+        write_timeout_s=timing.write_timeout_s,
+        check_s=timing.check_s,
     )
 
 

@@ -41,14 +41,14 @@ _WIDE_BYTES_LIMIT = 12 * 1024 * 1024
 _WIDE_TEXT_CHARS_LIMIT = 8 * 1024 * 1024
 """Of one text beyond ASCII, each character of which takes as much memory as the widest one."""
 _LIST, _OBJECT, _QUOTE = b'[{"'
-_CLOSING = {_LIST: b"]", _OBJECT: b"}"}
-_OPENING = {ord("]"): _LIST, ord("}"): _OBJECT}
+_CLOSING = dict(zip(b"[{", b"]}", strict=True))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SLOT = secrets.token_hex(16)
 """Stands in a piece for what the next ones have; no client can know it."""
 _BEFORE = f"{_SLOT}0"
 """Names what the pieces before have."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..")
+_SURROGATE = b"\\ud"
 _ESCAPE_BYTES = 6
 _UTF8_BYTES = 4
 
@@ -61,11 +61,13 @@ def footprint_bytes(raw: RawBody) -> int:
     size_bytes = len(raw)
     if size_bytes <= _SMALL_BYTES:
         return _SMALL_FOOTPRINT * size_bytes
-    width = 1
-    if b"\\u" in raw or not raw.isascii():
-        width = 4 if b"\xf0" in raw or b"\\ud" in raw else 2
-    containers = raw.count(b"{") + raw.count(b"[")
-    parsed_bytes = 2 * _CONTAINER_BYTES * containers + _VALUE_BYTES * raw.count(b",")
+    width, parsed_bytes = 1, 0
+    for begin in range(0, size_bytes, _CHUNK_BYTES):
+        chunk = raw[begin : begin + _CHUNK_BYTES + len(_SURROGATE)]  # with marks that are cut
+        if b"\\u" in chunk or not chunk.isascii():
+            width = max(width, 4 if b"\xf0" in chunk or _SURROGATE in chunk else 2)
+        parsed_bytes += 2 * _CONTAINER_BYTES * (chunk.count(b"{") + chunk.count(b"["))
+        parsed_bytes += _VALUE_BYTES * chunk.count(b",")
     return (width + 2) * size_bytes + parsed_bytes
 
 
@@ -79,12 +81,24 @@ def parse(raw: RawBody) -> dict[str, Any]:
     try:
         # The client's own bytes are never passed on: a duplicate key could mean one thing to the
         # gateway and another to the worker. The worker's body is encoded from this parse.
-        body = _PieceParser(raw).parse() if len(raw) > _WHOLE_BYTES else _from_json(raw)
+        body = _parse(raw)
     except ValueError:
         raise errors.BodyNotJson from None
     if not isinstance(body, dict):
         raise errors.BodyNotJson
     return body
+
+
+def parse_answer(raw: RawBody) -> Any:
+    """Parse the strict JSON of a worker, of as many values as it has; raise `ValueError`."""
+    try:
+        return _parse(raw)
+    except errors.BodyNotJson as error:
+        raise ValueError from error
+
+
+def _parse(raw: RawBody) -> Any:
+    return _PieceParser(raw).parse() if len(raw) > _WHOLE_BYTES else _from_json(raw)
 
 
 def _from_json(raw: RawBody) -> Any:
@@ -101,28 +115,25 @@ class _PieceParser:
 
     def __init__(self, raw: RawBody) -> None:
         self._raw = raw
-        self._marks: list[int] = []
-        """The brackets that are open, the outermost first."""
         self._open: list[Any] = []
-        """The values that they have opened."""
+        """The objects and lists that are open, the outermost first."""
 
     def parse(self) -> Any:
         """Return the value of the text; raise `ValueError`, or `BodyNotJson` with the bound."""
-        begin, root = 0, None
+        begin, root, marks = 0, None, b""
         while True:
             end, outside = self._piece(begin)
-            head = self._head()
-            kept = self._follow(outside)
+            head = _head(marks)
+            marks, kept = _follow(marks, outside)
             if end == len(self._raw):
-                piece = _from_json(head + self._raw[begin:])
-                self._merge(piece)
+                self._merge(piece := _from_json(head + self._raw[begin:]))
                 return piece if root is None else root
-            if not self._marks:
+            if not marks:
                 raise ValueError
             before_text = self._raw[end] == _QUOTE
-            tail = self._tail(before_text=before_text)
+            tail = _tail(marks, before_text=before_text)
             piece = _from_json(head + self._raw[begin:end] + tail)
-            path = _path(piece, self._marks)
+            path = _path(piece, marks)
             place = _slot(path[-1])
             root = piece if root is None else root
             self._merge(piece)
@@ -155,29 +166,6 @@ class _PieceParser:
         """Return bytes of the text in which each quote begins or ends a text."""
         chunk = self._raw[begin : begin + size]
         return bytes(chunk.replace(rb"\\", rb"\.").replace(rb"\"", rb"\."))
-
-    def _follow(self, outside: bytes) -> int:
-        """Follow the brackets of a piece; return how many of the open ones it does not close."""
-        kept = len(self._marks)
-        for mark in outside.translate(None, _NO_BRACKETS):
-            if mark not in _OPENING:
-                self._marks.append(mark)
-            elif not self._marks or self._marks.pop() != _OPENING[mark]:
-                raise ValueError
-            kept = min(kept, len(self._marks))
-        return kept
-
-    def _head(self) -> bytes:
-        """Return what opens again what is open, as if it had a value already."""
-        opening = {_LIST: b"[", _OBJECT: b'{"%b":' % _BEFORE.encode()}
-        return b"".join(opening[mark] for mark in self._marks) + b"0" * bool(self._marks)
-
-    def _tail(self, *, before_text: bool) -> bytes:
-        """Return a slot, and what closes what is open."""
-        slot = b'"%b"' % _SLOT.encode()
-        if not before_text:
-            slot = b"," + slot if self._marks[-1] == _LIST else b",%b:%b" % (slot, slot)
-        return slot + b"".join(_CLOSING[mark] for mark in reversed(self._marks))
 
     def _merge(self, piece: Any) -> None:
         """Add to what is open what a piece has of it."""
@@ -226,15 +214,40 @@ def _cut(chunk: bytes) -> int:
     return end
 
 
-def _path(value: Any, marks: list[int]) -> list[Any]:
+def _follow(marks: bytes, outside: bytes) -> tuple[bytes, int]:
+    """Follow brackets; return those that are open then, and how many stayed open all the time."""
+    kept, found = len(marks), bytearray(marks)
+    for mark in outside.translate(None, _NO_BRACKETS):
+        if mark in b"[{":
+            found.append(mark)
+        elif not found or _CLOSING[found.pop()] != mark:
+            raise ValueError
+        kept = min(kept, len(found))
+    return bytes(found), kept
+
+
+def _head(marks: bytes) -> bytes:
+    """Return what opens brackets again, as if each had a value already."""
+    opening = {_LIST: b"[", _OBJECT: b'{"%b":' % _BEFORE.encode()}
+    return b"".join(opening[mark] for mark in marks) + b"0" * bool(marks)
+
+
+def _tail(marks: bytes, *, before_text: bool) -> bytes:
+    """Return a slot, and what closes brackets."""
+    slot = b'"%b"' % _SLOT.encode()
+    if not before_text:
+        slot = b"," + slot if marks[-1] == _LIST else b",%b:%b" % (slot, slot)
+    return slot + bytes(_CLOSING[mark] for mark in reversed(marks))
+
+
+def _path(value: Any, marks: bytes) -> list[Any]:
     """Return the values from a piece to the innermost open one, which has a slot; none if absent.
 
     After a duplicate name the last value of an object is not its last one in order.
     """
-    mark, *inner = marks
-    if not isinstance(value, list if mark == _LIST else dict):
+    if not isinstance(value, list if marks[0] == _LIST else dict):
         return []
-    if not inner:
+    if not (inner := marks[1:]):
         return [] if _slot(value) is None else [value]
     children = value[-1:] if isinstance(value, list) else reversed(value.values())
     return next(([value, *path] for child in children if (path := _path(child, inner))), [])

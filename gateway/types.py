@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from paceline.request.profile import Priority, RequestProfile
 
+Json = dict[str, Any]
+"""An object of JSON."""
 WorkerBoot = tuple[str, str]
 """A worker id and its boot id: the memory of a worker is lost when its process ends."""
 NOWHERE = "none"

@@ -11,7 +11,8 @@ from collections import deque
 from typing import NamedTuple
 
 _SAMPLES = 32
-_RETRY_AFTER_RANGE_S = (1.0, 60.0)
+RETRY_AFTER_RANGE_S = (1.0, 60.0)
+"""Of all times after which a client is told to return."""
 _LONGEST_WAIT_S = 3600.0
 
 
@@ -64,5 +65,5 @@ class DrainRate:
 
         By then the requests that wait now have a slot.
         """
-        low, high = _RETRY_AFTER_RANGE_S
+        low, high = RETRY_AFTER_RANGE_S
         return min(max(self.place(waiting, now_s, running).wait_s, low), high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,6 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from paceline.error_messages import closest, message_of
 from paceline.names import NAME_PATTERN, ModelName, Name
 from paceline.request.profile import Priority
-from policies.base import Section
 from policies.compiler import CompiledPolicy, compile_document
 from policies.routes import Route, When
 from policies.sections import (
@@ -27,6 +27,7 @@ from policies.sections import (
     Pool,
     PrefixPolicy,
     Retries,
+    Section,
     ToolRules,
 )
 from policies.yaml_io import YamlInvalid, line_finder, read_yaml
@@ -150,11 +151,6 @@ class PolicyDocument(Section):
                 yield (*at, "when"), "the last route must match every request"
 
 
-def read_policy(document: Any, source: str) -> PolicyDocument:
-    """Validate a parsed document; raise `PolicyInvalid` with every invalid field."""
-    return _validate(document, source, "")
-
-
 def parse_policy(text: str, source: str) -> PolicyDocument:
     """Parse a policy from YAML or JSON; raise `PolicyInvalid` with lines."""
     try:
@@ -162,11 +158,14 @@ def parse_policy(text: str, source: str) -> PolicyDocument:
     except YamlInvalid as invalid:
         problem = Problem("", invalid.message, invalid.line)
         raise PolicyInvalid(source, (problem,)) from None
-    return _validate(document, source, text)
+    return read_policy(document, source, text)
 
 
-def _validate(document: Any, source: str, text: str) -> PolicyDocument:
-    """Validate a document; the problems have the lines of the text, if there is one."""
+def read_policy(document: Any, source: str, text: str = "") -> PolicyDocument:
+    """Validate a parsed document; raise `PolicyInvalid` with every invalid field.
+
+    The problems have the lines of the text, if there is one.
+    """
     try:
         return PolicyDocument.model_validate(document)
     except ValidationError as invalid:
@@ -234,10 +233,7 @@ def _path(document: Any, place: Iterable[Any]) -> FieldPath:
         if step == "[key]" or not isinstance(at, dict | list):
             break  # pydantic's marker of a key; or a single name in place of a list
         steps.append(step)
-        try:
-            at = at[step]
-        except (LookupError, TypeError):
-            break
+        at = _entry(at, step)
     return tuple(steps)
 
 
@@ -258,10 +254,9 @@ def _field(document: Any, path: FieldPath) -> str:
 
 
 def _entry(parent: Any, step: str | int) -> Any:
-    try:
+    with contextlib.suppress(LookupError, TypeError):
         return parent[step]
-    except (LookupError, TypeError):
-        return None
+    return None
 
 
 def _suggestion(document: Any, path: FieldPath, error: ErrorDetails) -> str:

@@ -56,9 +56,10 @@ def match_route(
     """Return the first route whose conditions match; the last route always matches."""
     bypass = bypass_reasons(profile)
     request = MatchInput(profile, caller, not bypass)
-    compiled = policy.compiled
-    matching = compiled.all_routes
-    for match in compiled.matchers:
-        matching &= match(request)
-    first = (matching & -matching).bit_length() - 1
-    return RouteMatch(policy.routes[first], bypass)
+    for route, tests in zip(policy.routes, policy.compiled.tests, strict=True):
+        for test in tests:
+            if not test(request):
+                break
+        else:
+            return RouteMatch(route, bypass)
+    raise AssertionError("the last route has no conditions")

@@ -16,13 +16,19 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from paceline.names import ModelName, Name
-from policies.base import NonEmptySection, OneOrMore, Section, Text, as_list
+from policies.sections import (
+    MEDIA_KINDS,
+    MediaKind,
+    NonEmptySection,
+    OneOrMore,
+    Section,
+    Text,
+    as_list,
+)
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
-MediaKind = Literal["image", "video", "audio", "file"]
 EndpointName = Literal["chat", "completions", "embeddings", "rerank"]
 DAYS: Final[tuple[Day, ...]] = get_args(Day)
-MEDIA_KINDS: Final[tuple[MediaKind, ...]] = get_args(MediaKind)
 MINUTES_OF_WEEK: Final = 7 * 24 * 60
 
 _MINUTES_OF_DAY = 24 * 60
@@ -89,11 +95,6 @@ class Range(NonEmptySection):
             raise PydanticCustomError("range", "'at_least' is greater than 'at_most'")
         return self
 
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """The first number of the range, then the first number above it if there is one."""
-        return (self.at_least or 0, *(() if self.at_most is None else (self.at_most + 1,)))
-
 
 class Features(NonEmptySection):
     """Features that a request uses (true) or does not use (false)."""
@@ -149,20 +150,14 @@ class When(Section):
     """Days of the week; hours past midnight belong to the day on which they begin."""
 
     @property
-    def time_edges(self) -> tuple[int, ...] | None:
-        """The minutes of the week at which a match begins or ends; None matches always."""
+    def times(self) -> tuple[tuple[int, ...], int] | None:
+        """The minutes of the week at which a match begins, and its length; None: always."""
         if self.hours is None and self.days is None:
             return None
-        first, end = map(_minute, (self.hours or "00:00-24:00").split("-"))
-        length = (end - first) % _MINUTES_OF_DAY or _MINUTES_OF_DAY
-        edges: list[int] = []
-        for day in dict.fromkeys(self.days or DAYS):
-            begins = DAYS.index(day) * _MINUTES_OF_DAY + first
-            ends = begins + length
-            edges += (begins, min(ends, MINUTES_OF_WEEK))
-            if ends > MINUTES_OF_WEEK:  # from Sunday into Monday
-                edges += (0, ends - MINUTES_OF_WEEK)
-        return tuple(edges)
+        hours = re.split("[:-]", self.hours or "00:00-24:00")
+        first, end = (60 * int(hours[at]) + int(hours[at + 1]) for at in (0, 2))
+        begins = tuple(DAYS.index(day) * _MINUTES_OF_DAY + first for day in self.days or DAYS)
+        return begins, (end - first) % _MINUTES_OF_DAY or _MINUTES_OF_DAY
 
 
 class Spill(Section):
@@ -183,8 +178,3 @@ class Route(Section):
     """Pools in order of preference."""
     spill: Spill | None = None
     """By default a later pool is used only if no worker of the earlier ones serves the model."""
-
-
-def _minute(clock: str) -> int:
-    hours, minutes = clock.split(":")
-    return int(hours) * 60 + int(minutes)

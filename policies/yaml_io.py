@@ -18,41 +18,27 @@ VALUES_LIMIT = 20_000
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 _BAD_ALIAS = "an alias is undefined or contains itself"
-# Context and problem as the parser words them (PyYAML and libyaml differ in the rest), the reason
-# for a person, and whether the place where the construct begins is the one to look at.
-_REASONS = (
-    ("while scanning a quoted scalar", "", "the quotation mark here is not closed", True),
-    ("while scanning a simple key", "", "a ':' and a space are missing in this line", True),
-    (
-        *("while scanning for the next token", ""),
-        *("a text that begins with '@', '`' or '%' needs quotation marks", False),
-    ),
-    (
-        *("while scanning an a", ""),
-        *("a text that begins with '*' or '&' needs quotation marks", False),
-    ),
-    (
-        *("while parsing a block mapping", ""),
-        *("expected 'field: value', indented as line {begins}, where its block begins", False),
-    ),
-    (
-        *("while parsing a block collection", ""),
-        *("expected '- ', indented as line {begins}, where its list begins", False),
-    ),
-    ("while parsing a block node", "", "a value is missing in this line", False),
-    (
-        *("expected a single document", ""),
-        *("a second document begins here; a policy is one document", False),
-    ),
-    ("while constructing a mapping", "unhashable", "the name of a field must be text", False),
-    (
-        *("", "mapping values are not allowed"),
-        "this ':' is not possible here: check the indentation, and put quotation marks around a "
-        "text that contains ': '",
-        False,
-    ),
-    ("", "constructor for the tag", "a policy has no tags such as '!name'", False),
-)
+# Context and problem as the parser words them (PyYAML and libyaml differ in the rest), and the
+# reason for a person.
+_REASONS = {
+    ("while scanning a quoted scalar", ""): "the quotation mark here is not closed",
+    ("while scanning a simple key", ""): "a ':' and a space are missing in this line",
+    ("while scanning for the next token", ""): "a text that begins with '@', '`' or '%' needs "
+    "quotation marks",
+    ("while scanning an a", ""): "a text that begins with '*' or '&' needs quotation marks",
+    ("while parsing a block mapping", ""): "expected 'field: value', indented as line {begins}, "
+    "where its block begins",
+    ("while parsing a block collection", ""): "expected '- ', indented as line {begins}, where "
+    "its list begins",
+    ("while parsing a block node", ""): "a value is missing in this line",
+    ("expected a single document", ""): "a second document begins here; a policy is one document",
+    ("while constructing a mapping", "unhashable"): "the name of a field must be text",
+    ("", "mapping values are not allowed"): "this ':' is not possible here: check the "
+    "indentation, and put quotation marks around a text that contains ': '",
+    ("", "constructor for the tag"): "a policy has no tags such as '!name'",
+}
+# The place where these begin is the one to look at.
+_AT_BEGIN = ("while scanning a quoted scalar", "while scanning a simple key")
 
 
 class YamlInvalid(Exception):
@@ -145,13 +131,15 @@ def _invalid(error: yaml.MarkedYAMLError, text: str) -> YamlInvalid:
             )
     if context == "while parsing a flow node" and line is not None:
         return _value_missing(text, line)
-    for of_context, of_problem, reason, at_begin in _REASONS:
+    for (of_context, of_problem), reason in _REASONS.items():
         if context.startswith(of_context) and of_problem in problem:
             if character in ("]", "}") and of_context.startswith("while parsing"):
                 return YamlInvalid(f"this '{character}' closes no bracket", line)
             if character == "\t":
                 return YamlInvalid("a tab cannot indent a line; use spaces", line)
-            return YamlInvalid(reason.format(begins=begins), begins if at_begin else line)
+            return YamlInvalid(
+                reason.format(begins=begins), begins if context.startswith(_AT_BEGIN) else line
+            )
     return YamlInvalid("it is not valid YAML", line)
 
 

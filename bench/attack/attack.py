@@ -7,13 +7,15 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final
 
+from bench.attack.http_client import CHAT, MESSAGES, RESPONSES, Answer, encode, send
 from bench.attack.liar import LyingServer
+from bench.harness.parts import ADMIN_KEY
 
 LOAD_CODES: Final = frozenset(
     "queue_full queue_timeout gateway_overloaded workers_busy no_worker "
@@ -25,11 +27,11 @@ WORKER_CODES: Final = frozenset(
     "response_too_large".split()
 )
 """Codes of 5xx responses that only a worker that lies or is killed may cause."""
-_LAST_EVENTS: Final = {
-    "/v1/messages": (b"message_stop",),
-    "/v1/responses": (b"response.completed", b"response.incomplete", b"response.failed"),
-}
-"""Names of the events that end a stream, by path."""
+EXPLAIN: Final = "/v1/route/explain"
+COUNT_TOKENS: Final = f"{MESSAGES}/count_tokens"
+INPUT_TOKENS: Final = f"{RESPONSES}/input_tokens"
+_UNCOUNTED: Final = (EXPLAIN, COUNT_TOKENS, INPUT_TOKENS)
+"""Routes without a line in the access log."""
 _SHOWN_CHARS: Final = 600
 _FAILURES_LIMIT: Final = 5
 
@@ -39,6 +41,7 @@ class Tally:
     """The inputs of an attack, the answers, and each promise that did not hold."""
 
     name: str
+    promise: str
     inputs: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     ours: int = 0
@@ -48,15 +51,13 @@ class Tally:
     """The first failures, each with its input."""
     notes: list[str] = field(default_factory=list)
     begun: list[tuple[float, str]] = field(default_factory=list)
-    """When inputs began that may take long, by the monotonic clock, and what they are."""
+    """When inputs began, by the monotonic clock, and what they are."""
 
-    def begin(self, given: str) -> None:
-        """Count an input that may take long."""
+    def begin(self, given: object) -> None:
         self.inputs += 1
-        self.begun.append((time.monotonic(), given))
+        self.begun.append((time.monotonic(), f"{given!s:.120}"))
 
     def input_at(self, moment_s: float) -> str:
-        """Return the last input that had begun at a moment."""
         return next((given for at_s, given in reversed(self.begun) if at_s <= moment_s), "")
 
     def fail(self, problem: str, given: object) -> None:
@@ -72,83 +73,19 @@ class Tally:
         Anthropic, or if its code is neither one of load nor one that this attack may cause. An
         error below 500 must have such a shape too.
         """
+        code = answer.code
         if not answer.status:
             self.answers["none"] += 1
-            return
-        code = answer.code
-        if answer.status >= 500:
+        elif answer.status >= 500:
             documented = answer.status != 500 and (code in LOAD_CODES or code in allowed)
             self.answers[f"{answer.status} {code or 'untyped'}"] += 1
             if not documented:
                 self.ours += 1
                 self.fail(f"{answer.status} {code or 'untyped'}", given)
-            return
-        self.answers[f"{answer.status // 100}xx"] += 1
-        if answer.status >= 400 and not code:
-            self.fail(f"{answer.status} without an error in OpenAI's shape", given)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A response; status 0 means that the connection ended without one."""
-
-    status: int = 0
-    body: bytes = b""
-    complete: bool = False
-
-    @property
-    def code(self) -> str:
-        """Return the code of an error in OpenAI's shape, or the type of one in Anthropic's."""
-        try:
-            answer = json.loads(self.body)
-            error = answer["error"]
-            if error.keys() == {"message", "type", "param", "code"}:
-                return str(error["code"] or error["type"])
-            if answer["type"] == "error" and error.keys() == {"message", "type"}:
-                return str(error["type"])
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            pass
-        return ""
-
-    @property
-    def streamed(self) -> bool:
-        """Return whether the body is a stream of events, however odd its first lines are."""
-        return not self.body.startswith((b"{", b"["))
-
-    @property
-    def stream_error(self) -> str:
-        """Return the code of the error event that ends a stream, or an empty string."""
-        events = self.body.rstrip(b"\n").split(b"\n\n") if self.streamed else []
-        for event in events[-2:]:  # the failed response comes behind its error
-            name, _, data = event.rpartition(b"data: ")
-            if b"event: error" in name or data.startswith(b'{"error":'):
-                try:
-                    answer = json.loads(data)
-                except ValueError:
-                    return "an error that is no JSON"
-                return Answer(200, data).code or str(answer.get("code") or "untyped")
-        return ""
-
-    def ends_as(self, path: str) -> bool:
-        """Return whether a stream ends as a complete one of this route."""
-        last = _LAST_EVENTS.get(path)
-        if last is None:
-            return self.done
-        *_, event = self.body.rstrip(b"\n").split(b"\n\n")
-        return event.startswith(tuple(b"event: " + name for name in last))
-
-    @property
-    def done(self) -> bool:
-        """Return whether a stream of OpenAI ends as a complete one."""
-        return self.body.endswith(b"data: [DONE]\n\n")
-
-    def json(self) -> Any:
-        """Parse the body as strict JSON in UTF-8."""
-        return json.loads(self.body.decode(), parse_constant=_reject)
-
-
-def _reject(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+        else:
+            self.answers[f"{answer.status // 100}xx"] += 1
+            if answer.status >= 400 and not code:
+                self.fail(f"{answer.status} without an error in OpenAI's shape", given)
 
 
 @dataclass(kw_only=True)
@@ -158,13 +95,8 @@ class Target:
     gateway_port: int
     worker_port: int
     liar: LyingServer
-    gateway_pid: int
-    worker_pid: int
-    join_token: str
-    admin_key: str
     key: str
     """A key without limits."""
-    key_id: str
     home: Path
     """A folder for the processes and files that an attack starts of its own."""
     sent: set[str] = field(default_factory=set)
@@ -174,43 +106,100 @@ class Target:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def request_id(self, name: str) -> str:
-        """Return a new id for a request of an attack."""
-        return f"attack-{name}-{next(self._ids)}"
+        return f"attack-{name.replace(' ', '-')}-{next(self._ids)}"
+
+    async def admin(self, path: str, body: Any = None, method: str = "") -> Answer:
+        return await self.request(f"/admin/v1/{path}", body, method=method, key=ADMIN_KEY)
+
+    async def request(
+        self, path: str, body: Any = None, *, method: str = "", key: str = ""
+    ) -> Answer:
+        """Send a request to a route other than inference."""
+        return await request(self.gateway_port, path, body, method=method, key=key)
+
+    async def create_key(self, name: str, **terms: Any) -> dict[str, Any]:
+        answer = await self.admin("keys", {"name": name, **terms})
+        if answer.status != 201:
+            raise RuntimeError(f"no key: {answer.status} {answer.body[:200]!r}")
+        return dict(answer.json())
 
 
-class Attack(Protocol):
-    """One kind of attack."""
-
-    @property
-    def name(self) -> str:
-        """The name in the table, and for `--only`."""
-        ...
-
-    @property
-    def promise(self) -> str:
-        """What must hold under the attack."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """Its share of the time."""
-        ...
-
-    async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
-        """Play inputs until the deadline on the monotonic clock; count them in the tally."""
-        ...
+async def request(
+    port: int, path: str, body: Any = None, *, method: str = "", key: str = ""
+) -> Answer:
+    encoded = None if body is None else json.dumps(body).encode()
+    method = method or ("GET" if body is None else "POST")
+    return await send(port, encode(encoded, path=path, method=method, key=key))
 
 
-async def play(
-    one: Callable[[Random], Awaitable[None]], rng: Random, deadline_s: float, *, concurrency: int
-) -> None:
-    """Play one input after another until the deadline; the n-th depends on the seed and n alone."""
-    seed, numbers = rng.getrandbits(64), itertools.count()
+class Attack:
+    """One kind of attack: inputs, some at a time, until the deadline on the monotonic clock."""
 
-    async def play_until_deadline() -> None:
-        while time.monotonic() < deadline_s:
-            await one(Random(f"{seed}/{next(numbers)}"))
+    name: ClassVar[str]
+    """In the table, and for `--only`."""
+    promise: ClassVar[str]
+    """What must hold under the attack."""
+    share: ClassVar[float]
+    """Its share of the time."""
+    concurrency: ClassVar[int] = 8
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(play_until_deadline())
+    def __init__(self, target: Target, tally: Tally, rng: Random, deadline_s: float) -> None:
+        self.target = target
+        self.tally = tally
+        self.rng = rng
+        self.deadline_s = deadline_s
+
+    async def run(self) -> None:
+        """Play one input after another; the n-th depends on the seed and n alone."""
+        await self.prepare()
+        seed, numbers = self.rng.getrandbits(64), itertools.count()
+
+        async def play() -> None:
+            while time.monotonic() < self.deadline_s:
+                await self.one(Random(f"{seed}/{next(numbers)}"))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.concurrency):
+                group.create_task(play())
+        await self.finish()
+
+    async def prepare(self) -> None:
+        """Do what comes before the first input."""
+
+    async def one(self, chance: Random) -> None:
+        """Play one input, and count it."""
+        raise NotImplementedError
+
+    async def finish(self) -> None:
+        """Do what comes behind the last input."""
+
+    async def ask(
+        self,
+        body: Any,
+        path: str = CHAT,
+        *,
+        key: str = "",
+        given: object = None,
+        honest: bool = False,
+        allowed: Collection[str] = (),
+    ) -> Answer:
+        """Send a request of a client with an id, and count it, its answer and its usage.
+
+        An `honest` worker reports the usage.
+        """
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request_id = self.target.request_id(self.name)
+        self.tally.begin(f"{path}, {len(raw):,} bytes: {given or raw[:99]!r}")
+        sent = encode(raw, path=path, key=key or self.target.key, request_id=request_id)
+        answer = await send(self.target.gateway_port, sent)
+        if answer.status and path not in _UNCOUNTED:
+            self.target.sent.add(request_id)
+        if honest and answer.status == 200 and not answer.streamed:
+            self.target.read[request_id] = answer.tokens()
+        self.tally.answer(answer, given or (path, raw), allowed=allowed)
+        return answer
+
+    def check(self, answer: Answer, path: str, given: object) -> None:
+        """Require that an answer of an honest worker has its end."""
+        if problem := answer.problem(path):
+            self.tally.fail(problem, (path, given, answer.body[-200:]))

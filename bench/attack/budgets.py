@@ -10,11 +10,19 @@ from collections.abc import Callable, Mapping
 from random import Random
 from typing import Any, Final
 
-from bench.attack.attack import Tally, Target
-from bench.attack.formats import COMPLETIONS, MESSAGES, RESPONSES
-from bench.attack.http_client import CHAT, chat_body, connection, encode, request
-from bench.attack.key_abuse import create_key, random_text
+from bench.attack.attack import Attack, request
+from bench.attack.http_client import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    connection,
+    encode,
+    prompt_fields,
+)
+from bench.attack.key_abuse import random_text
 from bench.attack.neighbour import MODEL
+from bench.harness.parts import JOIN_TOKEN
 
 _BUDGET: Final = 4000
 _OVER_BUDGET: Final = 1.1
@@ -26,108 +34,99 @@ _IN_FLIGHT: Final = 100
 """Tokens of the neighbour's requests that the worker has counted and the gateway has not."""
 _GRAMMAR: Final = "start: s\ns: s s | A\nA: /[a-z ]/"
 
-Way = Callable[[Random], dict[str, Any]]
 
-
-def _chat(chance: Random, **fields: Any) -> dict[str, Any]:
+def _chat(chance: Random, path: str = CHAT, **fields: Any) -> dict[str, Any]:
     text = random_text(chance, chance.choice((5, 50, 300)))
-    return chat_body(MODEL, text, max_tokens=chance.choice((8, 64, 200)), **fields)
+    return {**prompt_fields(path, text, chance.choice((8, 64, 200))), **fields}
 
 
 def _batch(chance: Random, **fields: Any) -> dict[str, Any]:
     count = chance.choice((2, 8, 32))
     prompts = [random_text(chance, chance.choice((5, 100))) for _ in range(count)]
-    return {"model": MODEL, "prompt": prompts, "max_tokens": chance.choice((1, 8)), **fields}
+    return {"prompt": prompts, "max_tokens": chance.choice((1, 8)), **fields}
 
 
-def _responses(chance: Random) -> dict[str, Any]:
-    text = random_text(chance, chance.choice((5, 300)))
-    return {"model": MODEL, "input": text, "max_output_tokens": 200, "store": False}
-
-
-_WAYS: Final[Mapping[str, tuple[str, Way]]] = {
+_WAYS: Final[Mapping[str, tuple[str, Callable[[Random], dict[str, Any]]]]] = {
     "chat": (CHAT, _chat),
     "several answers": (CHAT, lambda chance: _chat(chance, n=4)),
     "log probabilities": (CHAT, lambda chance: _chat(chance, logprobs=True, top_logprobs=20)),
     "costly grammars": (CHAT, lambda chance: _chat(chance, guided_grammar=_GRAMMAR)),
     "batches": (COMPLETIONS, _batch),
     "echoes": (COMPLETIONS, lambda chance: _batch(chance, echo=True, logprobs=20)),
-    "messages": (MESSAGES, _chat),
-    "responses": (RESPONSES, _responses),
+    "messages": (MESSAGES, lambda chance: _chat(chance, MESSAGES)),
+    "responses": (RESPONSES, lambda chance: _chat(chance, RESPONSES)),
 }
 """Each with its path."""
 
 
-class Budgets:
+class Budgets(Attack):
     """Streams that are left after some events, and others, by keys with a budget of tokens."""
 
     name = "budgets"
     promise = "the worker uses no more than is charged, and no budget is passed by 10%"
     share = 0.06
 
-    async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
+    async def run(self) -> None:
         ways = list(_WAYS)
-        rng.shuffle(ways)
+        self.rng.shuffle(ways)
         for way in ways:
-            await self._spend(target, way, Random(rng.getrandbits(64)), tally)
-            if time.monotonic() > deadline_s:
+            await self._spend(way, Random(self.rng.getrandbits(64)))
+            if time.monotonic() > self.deadline_s:
                 break
 
-    async def _spend(self, target: Target, way: str, chance: Random, tally: Tally) -> None:
+    async def _spend(self, way: str, chance: Random) -> None:
         """Send requests until no more are admitted; compare what was charged with what was used."""
         path, make = _WAYS[way]
-        key = await create_key(target, "limited", tokens_a_day=_BUDGET)
-        charged = -sum((await _charged(target)).values())
-        used = -await _worker_tokens(target)
+        key = await self.target.create_key("limited", tokens_a_day=_BUDGET)
+        charged = -sum((await self._charged()).values())
+        used = -await self._worker_tokens()
         refused = 0
         for _ in range(_REQUESTS):
-            raw = json.dumps(make(chance) | {"stream": chance.random() < 0.8}).encode()
-            request_id = target.request_id("budget")
+            body = {"model": MODEL, **make(chance), "stream": chance.random() < 0.8}
+            raw = json.dumps(body).encode()
+            request_id = self.target.request_id(self.name)
             sent = encode(raw, path=path, key=key["secret"], request_id=request_id)
-            tally.begin(f"{way}: {raw[:80]!r}")
-            async with connection(target.gateway_port) as opened:
+            self.tally.begin(f"{way}: {raw[:80]!r}")
+            async with connection(self.target.gateway_port) as opened:
                 await opened.send(sent)
                 answer = await opened.read_answer(events=chance.choice((1, 2, 10, 30)))
-            target.sent.add(request_id)
-            tally.answer(answer, (path, raw))
+            self.target.sent.add(request_id)
+            self.tally.answer(answer, (path, raw))
             refused += answer.status == 429
             if refused == _REFUSED:
                 break
-        await _settled(target)
-        used += await _worker_tokens(target)
-        by_key = await _charged(target)
+        await self._settle()
+        used += await self._worker_tokens()
+        by_key = await self._charged()
         charged += sum(by_key.values())
-        tally.notes.append(f"{way}: a budget of {_BUDGET:,} gave {by_key[key['id']]:,} tokens")
+        given = by_key[key["id"]]
+        self.tally.notes.append(f"{way}: a budget of {_BUDGET:,} gave {given:,} tokens")
         if used > charged + _IN_FLIGHT:
-            tally.fail(f"{used} tokens used, {charged} charged", way)
-        if by_key[key["id"]] > _BUDGET * _OVER_BUDGET:
-            tally.fail(f"{by_key[key['id']]} tokens with a budget of {_BUDGET}", way)
+            self.tally.fail(f"{used} tokens used, {charged} charged", way)
+        if given > _BUDGET * _OVER_BUDGET:
+            self.tally.fail(f"{given} tokens with a budget of {_BUDGET}", way)
 
+    async def _charged(self) -> dict[str, int]:
+        usage = await self.target.admin("usage")
+        return {
+            key: sum(used.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
+            for key, used in usage.json()["keys"].items()
+        }
 
-async def _charged(target: Target) -> dict[str, int]:
-    """Return the tokens that were charged to each key."""
-    usage = await request(target.gateway_port, "/admin/v1/usage", key=target.admin_key)
-    return {
-        key: sum(used.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
-        for key, used in usage.json()["keys"].items()
-    }
+    async def _lanes(self) -> list[dict[str, Any]]:
+        status = await request(self.target.worker_port, "/v1/status", key=JOIN_TOKEN)
+        return list(status.json()["report"]["lanes"])
 
+    async def _worker_tokens(self) -> int:
+        names = ("prompt_tokens", "completion_tokens")
+        return sum(lane[name] for lane in await self._lanes() for name in names)
 
-async def _worker_tokens(target: Target) -> int:
-    """Return all tokens that the worker has read and written."""
-    status = await request(target.worker_port, "/v1/status", key=target.join_token)
-    lanes = status.json()["report"]["lanes"]
-    return sum(lane["prompt_tokens"] + lane["completion_tokens"] for lane in lanes)
-
-
-async def _settled(target: Target) -> None:
-    """Wait until no request runs, also none of the neighbour; on a busy machine for a while."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_SETTLED_S):
-            while True:
-                worker = await request(target.worker_port, "/v1/status", key=target.join_token)
-                gateway = await request(target.gateway_port, "/v1/status", key=target.key)
-                lanes = worker.json()["report"]["lanes"]
-                busy = any(lane["running"] or lane["waiting"] for lane in lanes)
-                if not busy and not gateway.json()["gateway"]["requests_in_flight"]:
-                    return
+    async def _settle(self) -> None:
+        """Wait until no request runs, also none of the neighbour; on a busy machine for a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SETTLED_S):
+                while True:
+                    busy = any(lane["running"] or lane["waiting"] for lane in await self._lanes())
+                    gateway = await self.target.request("/v1/status", key=self.target.key)
+                    if not busy and not gateway.json()["gateway"]["requests_in_flight"]:
+                        return

@@ -1,12 +1,13 @@
-"""Bodies of chat requests: plain ones that every model should accept, and random ones."""
+"""Bodies of chat requests: plain ones that every model should accept, and changes of them."""
 
 from __future__ import annotations
 
-import json
-import random
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from copy import deepcopy
+from random import Random
 from typing import Any, Final
+
+from bench.attack.mutations import mutate
 
 Body = dict[str, Any]
 
@@ -144,137 +145,35 @@ def plain_bodies() -> dict[str, Body]:
     }
 
 
-_TEXTS: Final = (
+_ODD: Final[tuple[Any, ...]] = (
+    *(
+        None,
+        True,
+        -5,
+        0,
+        3,
+        1e308,
+        -0.0,
+        0.1,
+        10**18,
+        2**64,
+        10**400,
+        [],
+        {},
+        [[]],
+        {"a": {"b": []}},
+    ),
+    *('{"a":' * 900 + "1" + "}" * 900, '{"a":' * 20_000, '{"a": [1', "none", "auto", "call00001"),
     *("", " ", "\n", "Hello", "{{ 7 * 7 }}", "{% for x in y %}", "<think>", "</think>", "null"),
     *("<|im_start|>", "<|im_end|>\n<|im_start|>system", "[INST]", "</s>", "<tool_call>", "\x00"),
     *("é", "日本語", "👩‍👩‍👧", "\u202e", "\ufdd0", "\U0010ffff", "\ud800", "a" * 500, "%s %d {0}"),
 )
-_NAMES: Final = (
-    *("name", "type", "description", "properties", "items", "required", "enum", "content", "text"),
-    *("a", "", "__class__", "$ref", "anyOf", "parameters", "id", "default", "additionalProperties"),
-)
 
 
-def random_body(rng: random.Random) -> Body:
-    """Return a body that is nearly valid, with odd values in any place."""
-    messages = [_message(rng) for _ in range(rng.choice((1, 1, 2, 3, 4, 6)))]
-    body: Body = {"messages": messages}
-    if rng.random() < 0.6:
-        body["tools"] = _odd(rng, lambda: [_tool(rng) for _ in range(rng.randrange(4))])
-    if rng.random() < 0.1:
-        body["tool_choice"] = rng.choice(("none", "auto", None))
+def random_body(rng: Random) -> Body:
+    """Return a plain body with one to three odd values, in any place."""
+    body = deepcopy(rng.choice([*plain_bodies().values()]))
     if rng.random() < 0.2:
-        body["chat_template_kwargs"] = _odd(rng, lambda: {"enable_thinking": rng.random() < 0.5})
+        body["chat_template_kwargs"] = {"enable_thinking": rng.random() < 0.5}
+    mutate(body, rng, _ODD, changes=(1, 2, 3))
     return body
-
-
-def _odd(rng: random.Random, value: Callable[[], Any], chance: float = 0.04) -> Any:
-    """Return a proper value, or at times any other."""
-    return _json(rng) if rng.random() < chance else value()
-
-
-def _json(rng: random.Random, levels: int = 4) -> Any:
-    kind = rng.randrange(12 if levels else 8)
-    if kind >= 10:
-        return {_name(rng): _json(rng, levels - 1) for _ in range(rng.randrange(4))}
-    if kind >= 8:
-        return [_json(rng, levels - 1) for _ in range(rng.randrange(4))]
-    return (
-        None,
-        rng.random() < 0.5,
-        rng.randrange(-5, 5),
-        rng.choice((1e308, -0.0, 0.1, 10**18, 2**64, 10**400)),
-        *(rng.choice(_TEXTS) for _ in range(4)),
-    )[kind]
-
-
-def _name(rng: random.Random) -> str:
-    return rng.choice(_NAMES if rng.random() < 0.8 else _TEXTS)
-
-
-def _texts(rng: random.Random) -> str:
-    return "".join(rng.choice(_TEXTS[:-3]) for _ in range(rng.randrange(1, 4)))
-
-
-def _message(rng: random.Random) -> Any:
-    text = partial(_texts, rng)
-    role = rng.choice(("user", "user", "assistant", "assistant", "tool", "system", "developer"))
-    message: dict[str, Any] = {"role": _odd(rng, lambda: role, 0.01)}
-    if rng.random() < 0.97:
-        message["content"] = _odd(rng, lambda: _content(rng))
-    if role == "assistant" and rng.random() < 0.5:
-        message["tool_calls"] = _odd(rng, lambda: [_random_call(rng) for _ in range(3)])
-        message["content"] = rng.choice((None, "", text()))
-    if role == "tool":
-        message["tool_call_id"] = _odd(rng, lambda: rng.choice(("call00001", text())))
-    for name in ("name", "reasoning_content"):
-        if rng.random() < 0.1:
-            message[name] = _odd(rng, text)
-    if rng.random() < 0.1:
-        message[_name(rng)] = _json(rng)
-    return _odd(rng, lambda: message, 0.005)
-
-
-def _content(rng: random.Random) -> Any:
-    if rng.random() < 0.7:
-        return _texts(rng)
-    parts: list[Any] = []
-    for _ in range(rng.randrange(4)):
-        part = {
-            "type": rng.choice(("text", "text", "input_text", "output_text")),
-            "text": _odd(rng, partial(_texts, rng)),
-        }
-        parts.append(_json(rng) if rng.random() < 0.04 else part)
-    return parts
-
-
-def _random_call(rng: random.Random) -> Any:
-    function = {
-        "name": _odd(rng, lambda: rng.choice(("get_weather", _texts(rng)))),
-        "arguments": _odd(rng, lambda: _arguments(rng)),
-    }
-    call = {"id": _odd(rng, lambda: "call00001"), "type": "function", "function": function}
-    return _odd(rng, lambda: call, 0.01)
-
-
-def _arguments(rng: random.Random) -> Any:
-    given = {_name(rng): _json(rng) for _ in range(rng.randrange(4))}
-    nested = {"a": "[" * rng.choice((5, 100, 150)) + "]"}
-    return rng.choice(
-        (json.dumps(given), json.dumps(given), given, "", "{", json.dumps(nested), _deep(rng))
-    )
-
-
-def _deep(rng: random.Random) -> str:
-    levels = rng.choice((20, 190, 900, 20_000))
-    return '{"a":' * levels + "1" + "}" * levels
-
-
-def _tool(rng: random.Random) -> Any:
-    function: dict[str, Any] = {"name": _odd(rng, lambda: rng.choice(("f", _texts(rng))), 0.01)}
-    if rng.random() < 0.8:
-        function["description"] = _odd(rng, partial(_texts, rng), 0.02)
-    if rng.random() < 0.8:
-        function["parameters"] = _odd(rng, lambda: _schema(rng), 0.02)
-    for extra in ("strict", "return", "response", _name(rng)):
-        if rng.random() < 0.1:
-            function[extra] = _json(rng)
-    tool = {"type": _odd(rng, lambda: "function"), "function": function}
-    if rng.random() < 0.1:
-        tool[_name(rng)] = _json(rng)
-    return _odd(rng, lambda: tool, 0.005)
-
-
-def _schema(rng: random.Random, levels: int = 4) -> Any:
-    kinds = ("object", "object", "string", "integer", "array", "null", "boolean", "number")
-    schema: dict[str, Any] = {"type": _odd(rng, lambda: rng.choice(kinds))}
-    if levels and schema["type"] == "object":
-        properties = {_name(rng): _schema(rng, levels - 1) for _ in range(rng.randrange(4))}
-        schema["properties"] = _odd(rng, lambda: properties)
-        schema["required"] = _odd(rng, lambda: list(properties)[:2])
-    if levels and schema["type"] == "array":
-        schema["items"] = _odd(rng, lambda: _schema(rng, levels - 1))
-    for name in ("description", "enum", "default", "anyOf", "$ref", "additionalProperties"):
-        if rng.random() < 0.12:
-            schema[name] = _json(rng)
-    return _odd(rng, lambda: schema, 0.02)

@@ -11,22 +11,20 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-
 from bench.attack.attack import Tally
+from bench.harness.drawn import drawn
 from tests.support.hostile_checkpoints import HostileCheckpoint, hostile_checkpoints
 from tests.support.model_loader import REFUSED, SERVED, ModelLoader, model_loader
 
 _BATCH: Final = 50
 """Variants that are in memory at the same time."""
 _LOADERS: Final = 2
+_WORDS: Final = {SERVED: "served", REFUSED: "refused"}
 NAME: Final = "checkpoints"
 PROMISE: Final = "exit code 3 and one sentence, or served; no child killed"
 
 
-def load_checkpoints(
-    count: int, seed_number: int, tally: Tally, on_load: Callable[[], None]
-) -> None:
+def load_checkpoints(count: int, seed: int, tally: Tally, on_load: Callable[[], None]) -> None:
     """Load variants of the demo checkpoint, each in a child that a process forks."""
     loaders: SimpleQueue[ModelLoader] = SimpleQueue()
     with (
@@ -48,32 +46,11 @@ def load_checkpoints(
                 shutil.rmtree(folder)
 
         for first in range(0, count, _BATCH):
-            checkpoints = _draw(min(_BATCH, count - first), seed_number + first)
+            checkpoints = drawn(hostile_checkpoints(), min(_BATCH, count - first), seed + first)
             results = pool.map(load, range(first, first + len(checkpoints)), checkpoints)
             for checkpoint, (code, output) in zip(checkpoints, results, strict=True):
                 tally.inputs += 1
-                names = {SERVED: "served", REFUSED: "refused"}
-                tally.answers[names.get(code, f"exit code {code}")] += 1
-                if code not in names or (code == REFUSED and "Traceback" in output):
+                tally.answers[_WORDS.get(code, f"exit code {code}")] += 1
+                if code not in _WORDS or (code == REFUSED and "Traceback" in output):
                     tally.fail(f"exit code {code}: {output[-300:]}", checkpoint)
                 on_load()
-
-
-def _draw(count: int, seed_number: int) -> list[HostileCheckpoint]:
-    """Draw variants; the seed determines them."""
-    checkpoints: list[HostileCheckpoint] = []
-
-    @seed(seed_number)
-    @settings(
-        max_examples=count,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        deadline=None,
-    )
-    @given(hostile_checkpoints())
-    def draw(checkpoint: HostileCheckpoint) -> None:
-        checkpoints.append(checkpoint)
-
-    draw()
-    return checkpoints

@@ -6,15 +6,117 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httptools
 
-from bench.attack.attack import Answer, Target
-
 CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+MESSAGES: Final = "/v1/messages"
+RESPONSES: Final = "/v1/responses"
+_LAST_EVENTS: Final = {
+    MESSAGES: ("message_stop",),
+    RESPONSES: ("response.completed", "response.incomplete", "response.failed"),
+}
+"""Names of the events that end a stream, by path."""
 _READ_BYTES: Final = 1 << 16
 _ANSWER_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response; status 0 means that the connection ended without one."""
+
+    status: int = 0
+    body: bytes = b""
+    complete: bool = False
+
+    @property
+    def code(self) -> str:
+        """Return the code of an error in OpenAI's shape, or the type of one in Anthropic's."""
+        try:
+            answer = json.loads(self.body)
+            error = answer["error"]
+            if error.keys() == {"message", "type", "param", "code"}:
+                return str(error["code"] or error["type"])
+            if answer["type"] == "error" and error.keys() == {"message", "type"}:
+                return str(error["type"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            pass
+        return ""
+
+    @property
+    def streamed(self) -> bool:
+        """Return whether the body is a stream of events, however odd its first lines are."""
+        return not self.body.startswith((b"{", b"["))
+
+    @property
+    def stream_error(self) -> str:
+        """Return the code of the error event that ends a stream, or an empty string."""
+        events = self.body.rstrip(b"\n").split(b"\n\n") if self.streamed else []
+        for event in events[-2:]:  # the failed response comes behind its error
+            name, _, data = event.rpartition(b"data: ")
+            if b"event: error" in name or data.startswith(b'{"error":'):
+                try:
+                    answer = json.loads(data)
+                except ValueError:
+                    return "an error that is no JSON"
+                return Answer(200, data).code or str(answer.get("code") or "untyped")
+        return ""
+
+    @property
+    def done(self) -> bool:
+        return self.body.endswith(b"data: [DONE]\n\n")
+
+    def ends_as(self, path: str) -> bool:
+        """Return whether a stream ends as a complete one of this route."""
+        if path not in _LAST_EVENTS:
+            return self.done
+        *_, event = self.body.rstrip(b"\n").split(b"\n\n")
+        return event.startswith(tuple(f"event: {name}".encode() for name in _LAST_EVENTS[path]))
+
+    def problem(self, path: str) -> str:
+        """Return what is wrong with the answer of an honest worker, or an empty string."""
+        if self.status != 200:
+            return ""
+        if not self.streamed:
+            return "" if self.is_json() else "a whole answer that is no JSON"
+        if self.stream_error:
+            return f"a stream that ends in {self.stream_error}"
+        return "" if self.ends_as(path) else "a stream without an end"
+
+    def json(self) -> Any:
+        return json.loads(self.body.decode(), parse_constant=_reject)
+
+    def is_json(self) -> bool:
+        try:
+            self.json()
+        except ValueError:
+            return False
+        return True
+
+    def tokens(self) -> tuple[int, int]:
+        """Return the tokens of prompt and answer, in the words of any format."""
+        usage = self.json()["usage"]
+        if "prompt_tokens" in usage:
+            return usage["prompt_tokens"], usage["completion_tokens"]
+        # Anthropic counts them apart.
+        apart = ("cache_read_input_tokens", "cache_creation_input_tokens")
+        cached = sum(usage.get(name, 0) for name in apart)
+        return usage["input_tokens"] + cached, usage["output_tokens"]
+
+    def cached_tokens(self) -> int:
+        """Return the tokens of a prompt that came from a cache, in the words of any format."""
+        usage = self.json()["usage"]
+        for name in ("prompt_tokens_details", "input_tokens_details"):
+            if details := usage.get(name):
+                return int(details["cached_tokens"])
+        return int(usage.get("cache_read_input_tokens", 0))
+
+
+def _reject(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 class _Response:
@@ -82,11 +184,26 @@ class Connection:
                 read += piece
         return read
 
+    async def is_closed(self, within_s: float) -> bool:
+        """Return whether the server closes the connection in time, with or without a reset."""
+        try:
+            async with asyncio.timeout(within_s):
+                with contextlib.suppress(ConnectionError):
+                    while await self.reader.read(1 << 20):
+                        pass
+        except TimeoutError:
+            return False
+        return True
+
 
 @contextlib.asynccontextmanager
-async def connection(port: int, *, limit: int = _READ_BYTES) -> AsyncIterator[Connection]:
-    """Open a connection, and abort it at the end of the context."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=limit)
+async def connection(
+    port: int, *, limit: int = _READ_BYTES, host: str = "127.0.0.1", local: str = ""
+) -> AsyncIterator[Connection]:
+    """Open a connection, from a local address if one is named, and abort it at the end."""
+    reader, writer = await asyncio.open_connection(
+        host, port, limit=limit, local_addr=(local, 0) if local else None
+    )
     try:
         yield Connection(reader, writer)
     finally:
@@ -123,54 +240,16 @@ async def send(port: int, raw: bytes) -> Answer:
         return Answer()
 
 
-async def request(
-    port: int, path: str, body: Any = None, *, method: str = "", key: str = ""
-) -> Answer:
-    """Send a request to a route other than inference."""
-    encoded = None if body is None else json.dumps(body).encode()
-    method = method or ("GET" if body is None else "POST")
-    return await send(port, encode(encoded, path=path, method=method, key=key))
-
-
-async def chat(
-    target: Target,
-    name: str,
-    body: bytes,
-    *,
-    path: str = CHAT,
-    key: str = "",
-    honest: bool = False,
-) -> Answer:
-    """Send a chat request with an id; record it, and the usage that an honest worker reports."""
-    request_id = target.request_id(name)
-    raw = encode(body, path=path, key=key or target.key, request_id=request_id)
-    answer = await send(target.gateway_port, raw)
-    if answer.status:
-        target.sent.add(request_id)
-    if honest and answer.status == 200 and not answer.streamed:
-        target.read[request_id] = _tokens(answer.json()["usage"])
-    return answer
-
-
-def _tokens(usage: dict[str, Any]) -> tuple[int, int]:
-    """Return the tokens of prompt and answer, in the words of any format."""
-    if "prompt_tokens" in usage:
-        return usage["prompt_tokens"], usage["completion_tokens"]
-    # Anthropic counts them apart.
-    apart = ("cache_read_input_tokens", "cache_creation_input_tokens")
-    cached = sum(usage.get(name, 0) for name in apart)
-    return usage["input_tokens"] + cached, usage["output_tokens"]
-
-
-def cached_tokens(answer: Answer) -> int:
-    """Return the tokens of a prompt that came from a cache, in the words of any format."""
-    usage = answer.json()["usage"]
-    for name in ("prompt_tokens_details", "input_tokens_details"):
-        if details := usage.get(name):
-            return int(details["cached_tokens"])
-    return int(usage.get("cache_read_input_tokens", 0))
-
-
 def chat_body(model: str, text: str, **fields: Any) -> dict[str, Any]:
-    """Return a minimal chat request."""
     return {"model": model, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def prompt_fields(path: str, text: str, tokens: int) -> dict[str, Any]:
+    """Return the fields of a request with one text and so many tokens to answer, by its path."""
+    messages = [{"role": "user", "content": text}]
+    return {
+        CHAT: {"messages": messages, "max_tokens": tokens},
+        COMPLETIONS: {"prompt": text, "max_tokens": tokens},
+        MESSAGES: {"messages": messages, "system": text[:9], "max_tokens": tokens},
+        RESPONSES: {"input": text, "max_output_tokens": tokens, "store": False},
+    }[path]

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Final
+from typing import Any, Final
 
+from bench.attack.http_client import Answer, encode, send
 from bench.attack.lies import head
+from bench.harness.parts import JOIN_TOKEN
 from paceline.protocol import WorkerReport
 from tests.support.scripted_worker import chunk, lane_report
 
@@ -23,8 +25,7 @@ _LATE_S: Final = 2.0
 _SLOTS: Final = 64
 
 
-def report(worker_id: str, port: int, *, model: str = MODEL, boot: str = "1") -> WorkerReport:
-    """Return an honest report."""
+def report(worker_id: str, port: int, *, model: str = MODEL, boot: str = "1") -> dict[str, Any]:
     return WorkerReport(
         worker_id=worker_id,
         boot_id=boot,
@@ -32,7 +33,13 @@ def report(worker_id: str, port: int, *, model: str = MODEL, boot: str = "1") ->
         model=model,
         context_tokens=4096,
         lanes=tuple(lane_report(name, slots=_SLOTS) for name in ("text-mtp", "vlm")),
-    )
+    ).model_dump(mode="json")
+
+
+async def send_heartbeat(gateway_port: int, sent: object, worker_id: str) -> Answer:
+    path = f"/admin/v1/workers/{worker_id}"
+    raw = json.dumps(sent).encode()
+    return await send(gateway_port, encode(raw, path=path, method="PUT", key=JOIN_TOKEN))
 
 
 class LyingServer:
@@ -46,13 +53,16 @@ class LyingServer:
         self.port = 0
         self._boot = 0
 
-    def report(self) -> WorkerReport:
-        """Return the honest report of the worker that lies in its answers."""
-        return report(MODEL, self.port, boot=str(self._boot))
+    async def join(self, gateway_port: int, *, restarted: bool = False) -> None:
+        """Send an honest heartbeat of the worker that lies in its answers.
 
-    def restart(self) -> None:
-        """Begin another boot: a gateway trusts it again, whatever the last one answered."""
-        self._boot += 1
+        A gateway trusts another boot again, whatever the last one answered.
+        """
+        self._boot += restarted
+        await send_heartbeat(gateway_port, self._report(), MODEL)
+
+    def _report(self) -> dict[str, Any]:
+        return report(MODEL, self.port, boot=str(self._boot))
 
     @contextlib.asynccontextmanager
     async def listening(self, reporting: int) -> AsyncIterator[None]:
@@ -73,7 +83,7 @@ class LyingServer:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, ValueError):
             received = (await reader.readuntil(b"\r\n\r\n")).lower()
             if received.startswith(b"get "):
-                honest = json.dumps({"report": self.report().model_dump(mode="json")}).encode()
+                honest = json.dumps({"report": self._report()}).encode()
                 body = self.reports.get(writer.get_extra_info("sockname")[1], honest)
                 writer.write(head("200 OK", "connection: close", length=len(body)) + body)
             else:

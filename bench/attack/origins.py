@@ -6,8 +6,8 @@ import itertools
 from random import Random
 from typing import Final, NamedTuple
 
-from bench.attack.attack import Answer, Tally, Target, play
-from bench.attack.http_client import connection
+from bench.attack.attack import Attack
+from bench.attack.http_client import Answer, connection
 
 ALLOWED: Final = ("https://app.example", "app://obsidian.md")
 """The origins whose pages may use the data plane of the attacked gateway."""
@@ -25,8 +25,14 @@ _ODD: Final = (
     *("null", "*", "", "https://", "https://evil.example", "file://", "http://localhost"),
     *("chrome-extension://abc", "https://app.example,https://evil.example", "\xff", "a" * 4000),
 )
-_SITES: Final = ("same-origin", "same-site", "cross-site", "none", "x")
 _WANTED: Final = ("authorization", "x-api-key, content-type", "*", "x\tb", "a" * 4000)
+_HEADERS: Final = {
+    "sec-fetch-site": ("same-origin", "same-site", "cross-site", "none", "x"),
+    "sec-fetch-mode": ("cors", "no-cors", "navigate", "websocket"),
+    "access-control-request-method": (*_METHODS, "x"),
+    "access-control-request-headers": _WANTED,
+    "access-control-request-private-network": ("true", "x"),
+}
 
 
 class Page(NamedTuple):
@@ -66,56 +72,44 @@ class Page(NamedTuple):
         return ""
 
 
-class Origins:
+class Origins(Attack):
     """Requests of pages in browsers, at routes of the data plane and of admins."""
 
     name = "origins"
     promise = "pages of allowed origins alone read answers, of /v1 alone; none opens an admin route"
     share = 0.06
+    concurrency = 16
 
-    async def run(self, target: Target, rng: Random, deadline_s: float, tally: Tally) -> None:
-        for origin, path, method in itertools.product(
-            (*ALLOWED, *_ODD), _PATHS, ("GET", "OPTIONS")
-        ):
-            await self._send(target, Page([origin], path, method, ""), tally)
+    async def prepare(self) -> None:
+        origins = (*ALLOWED, *_ODD)
+        for origin, path, method in itertools.product(origins, _PATHS, ("GET", "OPTIONS")):
+            await self._send(Page([origin], path, method, ""))
 
-        async def one(chance: Random) -> None:
-            origins = [_origin(chance) for _ in range(chance.choice((1, 1, 1, 1, 2)))]
-            headers = "".join(
-                f"{name}: {chance.choice(values)}\r\n"
-                for name, values in (
-                    ("authorization", (f"Bearer {target.key}", "Bearer x", "Basic eDp4")),
-                    ("sec-fetch-site", _SITES),
-                    ("sec-fetch-mode", ("cors", "no-cors", "navigate", "websocket")),
-                    ("access-control-request-method", (*_METHODS, "x")),
-                    ("access-control-request-headers", _WANTED),
-                    ("access-control-request-private-network", ("true", "x")),
-                )
-                if chance.random() < 0.4
-            )
-            path, method = chance.choice(_PATHS), chance.choice(_METHODS)
-            await self._send(target, Page(origins, path, method, headers), tally)
+    async def one(self, chance: Random) -> None:
+        origins = [_origin(chance) for _ in range(chance.choice((1, 1, 1, 1, 2)))]
+        authorizations = (f"Bearer {self.target.key}", "Bearer x", "Basic eDp4")
+        headers = "".join(
+            f"{name}: {chance.choice(values)}\r\n"
+            for name, values in {"authorization": authorizations, **_HEADERS}.items()
+            if chance.random() < 0.4
+        )
+        await self._send(Page(origins, chance.choice(_PATHS), chance.choice(_METHODS), headers))
 
-        await play(one, rng, deadline_s, concurrency=16)
-
-    async def _send(self, target: Target, page: Page, tally: Tally) -> None:
+    async def _send(self, page: Page) -> None:
         raw = page.request()
-        async with connection(target.gateway_port) as opened:
+        self.tally.begin(raw)
+        async with connection(self.target.gateway_port) as opened:
             await opened.send(raw)
             received = await opened.read_all(_QUIET_S)
         head, _, body = received.partition(b"\r\n\r\n")
         status, *lines = head.lower().decode("latin-1").split("\r\n")
-        tally.inputs += 1
-        if not status:
-            tally.answers["none"] += 1
-            return
-        code = int(status.split()[1])
-        if code >= 500:
-            tally.answer(Answer(code, body), raw)
+        code = int(status.split()[1]) if status else 0
+        if code >= 500 or not code:
+            self.tally.answer(Answer(code, body), raw)
         else:
-            tally.answers[f"{code // 100}xx"] += 1
-        if problem := page.problem(code, lines):
-            tally.fail(problem, (raw, head))
+            self.tally.answers[f"{code // 100}xx"] += 1
+        if code and (problem := page.problem(code, lines)):
+            self.tally.fail(problem, (raw, head))
 
 
 def _origin(chance: Random) -> str:

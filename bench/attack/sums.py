@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any, Final
 
 from bench.attack.attack import Tally, Target
-from bench.attack.http_client import request
 from bench.attack.stack import ACCESS_LOG
 
 NAME: Final = "sums"
@@ -32,7 +31,7 @@ async def check_sums(target: Target, tally: Tally) -> None:
         if read != (line.get("prompt_tokens"), line.get("completion_tokens")):
             tally.fail("other tokens than the client read", (request_id, read, line))
     _compare("outcomes", status["outcomes"], Counter(line["outcome"] for line in lines), tally)
-    usage = await request(target.gateway_port, "/admin/v1/usage", key=target.admin_key)
+    usage = await target.admin("usage")
     used, logged = usage.json()["keys"], _by_key(lines)
     for key in sorted(used.keys() | logged.keys()):
         counted = {name: used.get(key, {}).get(name, 0) for name in _TOKENS}
@@ -49,17 +48,12 @@ async def _settled(target: Target) -> tuple[dict[str, Any], list[dict[str, Any]]
     """Return the status and the lines of the access log, once their numbers agree or time is up."""
     until_s = time.monotonic() + _SETTLED_S
     while True:
-        answer = await request(target.gateway_port, "/v1/status", key=target.key)
-        status = answer.json()
-        lines = [json.loads(line) for line in _log(target).read_bytes().splitlines()]
+        status = (await target.request("/v1/status", key=target.key)).json()
+        lines = [json.loads(line) for line in (target.home / ACCESS_LOG).open("rb")]
         idle = not status["gateway"]["requests_in_flight"]
         if time.monotonic() > until_s or (idle and sum(status["outcomes"].values()) == len(lines)):
             return status, lines
         await asyncio.sleep(0.5)
-
-
-def _log(target: Target):
-    return target.home / ACCESS_LOG
 
 
 def _by_key(lines: list[dict[str, Any]]) -> dict[str, Counter[str]]:

@@ -18,20 +18,19 @@ import sys
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 from pydantic_core import to_json
-from rich.console import Console
 from starlette.requests import Request
 from transformers import AutoTokenizer
 
 from bench.attack.chat_bodies import Body, plain_bodies, random_body
-from bench.gateway.contenders import gateway_parser
-from bench.harness import tables
+from bench.harness.options import parser
+from bench.harness.tables import Grid, console, provenance, report, show
 from gateway.errors import GatewayError
 from gateway.event_loop import run
 from gateway.protocols.openai import CHAT
@@ -42,7 +41,7 @@ from policies.document import default_policy
 from tests.support.histories import History, faults, random_history, rendered
 from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT
-from workers.engine.text.history_style import BEFORE, IN_TEXT, HistoryStyle
+from workers.engine.text.template_limits import BEFORE, IN_TEXT, TemplateLimits
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import InvalidGeneration, LaneName, ModelCard
 from workers.server.engines import ServingEngine
@@ -50,7 +49,6 @@ from workers.server.errors import as_request_error
 from workers.server.pictures import PictureMemory
 from workers.server.request import read_request
 
-RESULTS: Final = Path(__file__).parents[1] / "results" / "templates.md"
 SOURCE: Final = "llama-cpp-python==0.3.36"
 FURTHER: Final = ("trl==1.16.0", "axolotl==0.19.0")
 """Distributions whose wheels hold published templates that the first collection lacks."""
@@ -77,15 +75,11 @@ _CHANGES: Final = {
     "userless": "a chat without a user gets a message of one",
     "parallel_calls": "each of several calls is followed by its result",
     "user_after_result": "words of the user behind a result are part of it",
-}
-"""Fields of a `HistoryStyle`, as words."""
-_CALL_CHANGES: Final = {
     "json_arguments": "arguments are JSON text",
-    "in_text": "calls are text",
+    "calls_in_text": "calls are text",
     "results_in_text": "results are words of the user",
-    "short_ids": "ids of calls have nine letters",
-    "named_ids": "ids of calls hold the names of functions",
 }
+"""Fields of `TemplateLimits`, as words."""
 _TEXT_CHANGES: Final = {
     BEFORE: "a text beside calls is an answer before them",
     IN_TEXT: "calls beside a text are text",
@@ -104,7 +98,6 @@ class Outcome(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Return the column of the answer."""
         if self.status >= 500:
             return "5xx"
         return "200" if self.status == 200 else _TEMPLATE if _TEMPLATE in self.message else "400"
@@ -115,14 +108,6 @@ class _Engine(NamedTuple):
 
     card: ModelCard
     prompts: PromptRenderer
-
-
-@dataclass(slots=True)
-class Tally:
-    """The answers of the templates of one family."""
-
-    templates: int = 0
-    answers: Counter[str] = field(default_factory=Counter)
 
 
 def fetch(folder: Path) -> dict[str, str]:
@@ -172,7 +157,6 @@ def _is_template(name: str) -> bool:
 
 
 def family_of(name: str) -> str:
-    """Return the family of a template."""
     matching = (family for family in _FAMILIES if family.lower() in name.lower())
     return next(matching, "others")
 
@@ -197,7 +181,7 @@ class Models:
 
     async def send(self, body: Body) -> dict[str, Outcome]:
         """Return the answer of every template; one, named "", where the gateway has rejected it."""
-        raw = _encode({"model": _MODEL, **body})
+        raw = json.dumps({"model": _MODEL, **body}).encode()
         refused = None
         try:
             inspected = CHAT.inspect(parse(raw), self._policy, self._fleet)
@@ -218,11 +202,6 @@ _CARD: Final = replace(
 )
 
 
-def _encode(body: Any) -> bytes:
-    """Return JSON as a client may write it, with escaped surrogates."""
-    return json.dumps(body).encode()
-
-
 async def _render(engine: _Engine, raw: bytes) -> Outcome:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": raw}
@@ -240,94 +219,65 @@ async def _render(engine: _Engine, raw: bytes) -> Outcome:
     return Outcome(200)
 
 
-async def attack(models: Models, count: int, seed: int) -> tuple[dict[str, Tally], list[str]]:
+async def attack(models: Models, count: int, seed: int) -> tuple[Grid, list[str]]:
     """Send random bodies; return the answers by family, and bodies that got a 5xx."""
-    families: dict[str, Tally] = {}
+    templates = Counter(map(family_of, models.engines))
+    answers: dict[str, Counter[str]] = {family: Counter() for family in templates}
     failures = []
-    for name in models.engines:
-        families.setdefault(family_of(name), Tally()).templates += 1
     for number in range(count):
         body = random_body(random.Random(f"{seed}.{number}"))
         for name, outcome in (await models.send(body)).items():
-            tally = families.setdefault(family_of(name) if name else "the gateway", Tally())
-            tally.answers[outcome.kind] += 1
+            family = family_of(name) if name else "the gateway"
+            answers.setdefault(family, Counter())[outcome.kind] += 1
             if outcome.status >= 500:
                 failures.append(f"{seed}.{number} {name or 'gateway'}: {outcome.message}")
-    return families, failures
+    kinds = ("200", "400", _TEMPLATE, "5xx")
+    columns = ("family", "templates", "200", "400 of a field", "400 of the template", "5xx")
+    rows = [
+        (family, templates[family], *(f"{counts[kind]:,}" for kind in kinds))
+        for family, counts in answers.items()
+    ]
+    return Grid(f"{count:,} random bodies on every template", columns, rows), failures
 
 
-async def refusals(models: Models) -> dict[str, dict[str, list[str]]]:
-    """Return the plain bodies that were rejected, by message and template."""
-    rejected: dict[str, dict[str, list[str]]] = {}
+async def refusal_table(models: Models) -> Grid:
+    rejected: dict[str, dict[str, set[str]]] = {}
     for kind, body in plain_bodies().items():
         for name, outcome in (await models.send(body)).items():
             if outcome.status != 200:
-                rejected.setdefault(outcome.message, {}).setdefault(name, []).append(kind)
-    return rejected
+                rejected.setdefault(outcome.message, {}).setdefault(name, set()).add(kind)
+    rows = []
+    for message, names in rejected.items():
+        kinds = set().union(*names.values())
+        listed = f"{len(names)} templates" if len(names) > _LISTED else ", ".join(names)
+        bodies = f"{len(kinds)}: {'; '.join(sorted(kinds))}"
+        rows.append((message, listed, "with tools" if kinds >= _WITH_TOOLS else bodies))
+    title = f"{len(plain_bodies())} plain bodies on every template: the errors"
+    return Grid(title, ("message", "templates", "bodies"), rows)
 
 
-def table(families: Mapping[str, Tally], count: int) -> tables.Grid:
-    """Return the answers to the random bodies."""
-    return tables.Grid(
-        title=f"{count:,} random bodies on every template",
-        columns=("family", "templates", "200", "400 of a field", "400 of the template", "5xx"),
-        rows=tuple(
-            (
-                family,
-                str(tally.templates),
-                *(f"{tally.answers[kind]:,}" for kind in ("200", "400", _TEMPLATE, "5xx")),
-            )
-            for family, tally in families.items()
-        ),
-    )
-
-
-def refusal_table(rejected: Mapping[str, Mapping[str, Sequence[str]]]) -> tables.Grid:
-    """Return the messages to the plain bodies that were rejected."""
-    return tables.Grid(
-        title=f"{len(plain_bodies())} plain bodies on every template: the errors",
-        columns=("message", "templates", "bodies"),
-        rows=tuple(
-            (
-                message,
-                f"{len(names)} templates" if len(names) > _LISTED else ", ".join(names),
-                "with tools"
-                if kinds >= _WITH_TOOLS
-                else f"{len(kinds)}: {'; '.join(sorted(kinds))}",
-            )
-            for message, names in rejected.items()
-            for kinds in [{kind for kinds in names.values() for kind in kinds}]
-        ),
-    )
-
-
-def changes_of(style: HistoryStyle) -> str:
+def changes_of(limits: TemplateLimits) -> str:
     """Return in words what is changed of a history for a template."""
-    default = HistoryStyle()
+    default = TemplateLimits()
     changes = [
-        words for name, words in _CHANGES.items() if getattr(style, name) != getattr(default, name)
+        words for name, words in _CHANGES.items() if getattr(limits, name) != getattr(default, name)
     ]
-    changes += [words for name, words in _CALL_CHANGES.items() if getattr(style.calls, name)]
-    changes += [words for place, words in _TEXT_CHANGES.items() if style.text_with_calls == place]
+    changes += [words for place, words in _TEXT_CHANGES.items() if limits.text_with_calls == place]
     return "; ".join(changes) or "nothing"
 
 
-def history_table(models: Models, count: int) -> tables.Grid:
+def history_table(models: Models, count: int) -> Grid:
     """Return what was changed for each template, and the histories that then failed."""
     histories = [random_history(random.Random(f"history {number}")) for number in range(count)]
     names: dict[str, list[str]] = {}
     failed: Counter[str] = Counter()
     for name, engine in models.engines.items():
-        changes = changes_of(engine.prompts.history_style)
+        changes = changes_of(engine.prompts.limits)
         names.setdefault(changes, []).append(name)
         failed[changes] += sum(_fails(engine.prompts, history) for history in histories)
-    return tables.Grid(
-        title=f"{count:,} random histories on every template: what was changed",
-        columns=("changed", "templates", "refused, or not whole"),
-        rows=tuple(
-            (changes, ", ".join(names[changes]), str(failed[changes])) for changes in sorted(names)
-        ),
-    )
+    title = f"{count:,} random histories on every template: what was changed"
+    rows = [(changes, ", ".join(names[changes]), failed[changes]) for changes in sorted(names)]
+    return Grid(title, ("changed", "templates", "refused, or not whole"), rows)
 
 
 def _fails(renderer: PromptRenderer, history: History) -> bool:
@@ -337,26 +287,21 @@ def _fails(renderer: PromptRenderer, history: History) -> bool:
         return True
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = gateway_parser("bench.attack.templates", __doc__)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    made = parser("attack.templates", __doc__)
+    made.add_argument("--seed", type=int, default=1)
+    options = made.parse_args()
     logging.disable(logging.ERROR)  # a line for every rejected body
     count = 20 if options.quick else _BODIES
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    with console.status("attacking"):
-        models = Models(fetch(options.log_dir / "templates"))
-        rejected = run(refusals(models))
-        families, failures = run(attack(models, count, options.seed))
+    with console().status("attacking"):
+        models = Models(fetch(options.folder / "templates"))
+        rejected = run(refusal_table(models))
+        answers, failures = run(attack(models, count, options.seed))
         histories = history_table(models, 20 if options.quick else _HISTORIES)
-    grids = (table(families, count), refusal_table(rejected), histories)
-    for grid in grids:
-        console.print(grid.to_table())
-    for failure in failures[:20]:
-        console.print(failure, markup=False)
-    if not options.quick:
-        page = f"{tables.provenance()}. Seed {options.seed}, templates of {SOURCE}."
-        tables.write_page(RESULTS, "Chat templates", page, *grids)
+    about = f"{provenance()}. Seed {options.seed}, templates of {SOURCE}."
+    grids = answers, rejected, histories
+    report("templates.md", "Chat templates", about, *grids, write=not options.quick)
+    show(*failures[:20])
     sys.exit(1 if failures else 0)
 
 

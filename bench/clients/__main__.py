@@ -9,7 +9,6 @@ ones on that page. A client has an empty environment and a home of its own; once
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import socket
@@ -21,16 +20,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
 from bench.clients.client import Client, Result, clients
 from bench.clients.scripted import MODEL as SCRIPTED_MODEL
 from bench.clients.scripted import running_scripted
-from bench.harness.tables import Grid, provenance, write_page
+from bench.harness.options import parser
+from bench.harness.tables import RESULTS, Grid, provenance, show, write_page
 from tests.support.paceline_process import running_up
 from workers.demo import CHECKPOINT
 
-RESULTS: Final = Path(__file__).parents[1] / "results" / "clients.md"
 _CELL_CHARS: Final = 200
 _COLOURS: Final = re.compile(r"\x1b\[[0-9;]*m")
 Record = dict[str, Any]
@@ -38,7 +35,6 @@ Record = dict[str, Any]
 
 
 def record_of(client: Client, results: Sequence[Result]) -> Record:
-    """Return what a run of a client found."""
     return {
         "packages": client.packages,
         "model": "script" if client.scripted else "demo",
@@ -49,46 +45,29 @@ def record_of(client: Client, results: Sequence[Result]) -> Record:
 
 
 def summary(records: Mapping[str, Record]) -> Grid:
-    """Return the table of all clients."""
-    return Grid(
-        title="Clients and versions",
-        columns=("client", "packages", "model", "network", "ran (UTC)", "cases that work"),
-        rows=tuple(
-            (
-                name,
-                record["packages"] or "as installed",
-                record["model"],
-                record["network"],
-                record["ran"],
-                f"{sum(one['works'] for one in record['results'])} of {len(record['results'])}",
-            )
-            for name, record in sorted(records.items())
-        ),
-    )
+    rows = []
+    for name, record in sorted(records.items()):
+        results = record["results"]
+        works = f"{sum(one['works'] for one in results)} of {len(results)}"
+        about = (record[field] for field in ("model", "network", "ran"))
+        rows.append((name, record["packages"] or "as installed", *about, works))
+    columns = ("client", "packages", "model", "network", "ran (UTC)", "cases that work")
+    return Grid("Clients and versions", columns, rows)
 
 
 def render(records: Mapping[str, Record]) -> Grid:
-    """Return the table of all cases."""
-    return Grid(
-        title="Their cases",
-        columns=("client", "case", "works", "runs", "result"),
-        rows=tuple(
-            (
-                name,
-                result["case"],
-                "yes" if result["works"] else "NO",
-                ", ".join(result["runs"]),
-                _cell(result["result"]),
-            )
-            for name, record in sorted(records.items())
-            for result in record["results"]
-        ),
-    )
+    rows = []
+    for name, record in sorted(records.items()):
+        for one in record["results"]:
+            works, runs = "yes" if one["works"] else "NO", ", ".join(one["runs"])
+            text = " ".join(_COLOURS.sub("", one["result"]).split()).replace("|", "\\|")
+            rows.append((name, one["case"], works, runs, text[:_CELL_CHARS]))
+    return Grid("Their cases", ("client", "case", "works", "runs", "result"), rows)
 
 
 def write_results(new: Mapping[str, Record], known: Sequence[str]) -> None:
     """Put new results in the place of earlier ones, in a record and on the page."""
-    path = RESULTS.with_suffix(".json")
+    path = RESULTS / "clients.json"
     earlier = json.loads(path.read_text()) if path.exists() else {}
     records = {name: one for name, one in {**earlier, **new}.items() if name in known}
     path.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n")
@@ -96,45 +75,34 @@ def write_results(new: Mapping[str, Record], known: Sequence[str]) -> None:
         f"{provenance()}; {len(records)} of {len(known)} clients, each unmodified. `script` is a "
         "worker that plays a model by a script, for the loops of agents, behind the same gateway."
     )
-    write_page(RESULTS, "Clients", about, summary(records), render(records))
+    write_page("clients.md", "Clients", about, summary(records), render(records))
 
 
-def _cell(text: str) -> str:
-    return " ".join(_COLOURS.sub("", text).split()).replace("|", "\\|")[:_CELL_CHARS]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     known = clients()
     names = [client.name for client in known]
-    parser = argparse.ArgumentParser(prog="python -m bench.clients", description=__doc__)
-    add = parser.add_argument
-    add("--clients", help=f"comma-separated: {', '.join(names)}; all of them write {RESULTS.name}")
-    add("--write", action="store_true", help=f"renew these clients in {RESULTS.name}")
-    add("--venv-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
-    add("--url", help="a running gateway to use, in place of a new one")
-    add("--model", default="demo", help="the model that this gateway serves")
-    options = parser.parse_args(arguments)
+    made = parser("clients", __doc__, quick=False)
+    listed = ", ".join(names)
+    made.add_argument("--clients", help=f"comma-separated: {listed}; all of them write the page")
+    made.add_argument("--write", action="store_true", help="renew these clients on the page")
+    made.add_argument("--url", help="a running gateway to use, in place of a new one")
+    made.add_argument("--model", default="demo", help="the model that this gateway serves")
+    options = made.parse_args()
     chosen = options.clients.split(",") if options.clients else names
     if unknown := set(chosen) - set(names):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        made.error(f"unknown: {', '.join(sorted(unknown))}")
     failed = False
 
     def run_all(url: str, model: str, *, scripted: bool = False, **keys: str) -> None:
         nonlocal failed
-        variables = {
-            "BENCH_URL": url,
-            "BENCH_MODEL": model,
-            "BENCH_CHECKPOINT": str(CHECKPOINT),
-            **keys,
-        }
+        at = {"BENCH_URL": url, "BENCH_MODEL": model, "BENCH_CHECKPOINT": str(CHECKPOINT)}
         for client in known:
             if client.name in chosen and client.scripted is scripted:
-                console.print(f"{client.name}, installed if it is missing")
-                results = [*client.run(options.venv_dir.resolve(), variables)]
+                show(f"{client.name}, installed if it is missing")
+                results = [*client.run(options.folder, {**at, **keys})]
                 failed = failed or not all(result.works for result in results)
                 record = {client.name: record_of(client, results)}
-                console.print(render(record).to_table())
+                show(render(record))
                 if options.write or not options.clients:
                     write_results(record, names)
 

@@ -63,19 +63,16 @@ WHOLE = (Mode(0, stream=False), Mode(1, stream=False))
 STREAMED = (Mode(0, stream=True), Mode(1, stream=True))
 BOTH = (*WHOLE, *STREAMED)
 GREEDY = (WHOLE[0], STREAMED[0])
-ONCE = WHOLE[:1]
 
 Run = Callable[[Mode], str]
 Error = TypeVar("Error", bound=Exception)
-Overflow = TypeVar("Overflow", bound=Exception)
 _cases: list[tuple[str, tuple[Mode, ...], Run]] = []
 
 
 def case(name: str, modes: tuple[Mode, ...] = BOTH) -> Callable[[Run], Run]:
     """Add a case: a function that returns a short result, or raises.
 
-    It runs in each of the modes, and then eight times at once in these modes, unless it has a
-    single one.
+    It runs in each of the modes, and then eight times at once in these modes.
     """
 
     def add(run: Run) -> Run:
@@ -85,8 +82,43 @@ def case(name: str, modes: tuple[Mode, ...] = BOTH) -> Callable[[Run], Run]:
     return add
 
 
+def once(name: str, *arguments: object) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """Add a case that runs once, with these arguments."""
+
+    def add(run: Callable[..., str]) -> Callable[..., str]:
+        _cases.append((name, WHOLE[:1], lambda _: run(*arguments)))
+        return run
+
+    return add
+
+
+def leaves(name: str, close_early: Callable[[], object]) -> None:
+    once(name)(lambda: leave(close_early))
+
+
+def meets_limits(
+    name: str,
+    ask: Callable[[str, str], object],
+    rate_limit: type[Exception],
+    overflow: type[Exception],
+    shown: Callable[[Any], object] = lambda error: type(error).__name__,
+) -> None:
+    """Add the case of a key beyond its limit, and of a prompt beyond the context.
+
+    `ask` takes a question and a key.
+    """
+
+    def ask_twice() -> None:
+        for _ in range(2):
+            ask("Hi", LIMITED_KEY)
+
+    @once(name)
+    def limited() -> str:
+        errors = expect(rate_limit, ask_twice), expect(overflow, lambda: ask(OVERFLOW, KEY))
+        return ", ".join(str(shown(error)) for error in errors)
+
+
 def main() -> None:
-    """Run all cases and print their results."""
     # A shell ignores SIGINT in its background commands, whose clients would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, modes, run in _cases:
@@ -109,7 +141,6 @@ def main() -> None:
 
 
 def check(condition: object, message: object) -> None:
-    """Raise `Failed` unless the condition holds."""
     if not condition:
         raise Failed(str(message)[:300])
 
@@ -127,7 +158,6 @@ def command(*words: str | Path, stdin: str = "", expected_codes: tuple[int, ...]
 
 
 def get(path: str, **headers: str) -> str:
-    """Return what the gateway answers to a GET."""
     headers["authorization"] = f"Bearer {KEY}"
     request = urllib.request.Request(URL + path, headers=headers)
     with urllib.request.urlopen(request, timeout=30) as response:
@@ -135,12 +165,10 @@ def get(path: str, **headers: str) -> str:
 
 
 def requests_running() -> int:
-    """Return how many requests run at the gateway."""
     return int(json.loads(get("/v1/status"))["gateway"]["requests_in_flight"])
 
 
 def clients_left() -> int:
-    """Return how many clients have left their request."""
     return int(json.loads(get("/v1/status"))["outcomes"].get("client_left", 0))
 
 
@@ -159,21 +187,6 @@ def expect(error: type[Error], run: Callable[[], object]) -> Error:
     except error as raised:
         return raised
     raise Failed(f"no {error.__name__}: {result}")
-
-
-def limits(
-    ask: Callable[[str, str], object], rate_limit: type[Error], overflow: type[Overflow]
-) -> tuple[Error, Overflow]:
-    """Return the errors of a key beyond its limit, and of a prompt beyond the context.
-
-    `ask` takes a question and a key.
-    """
-
-    def ask_twice() -> None:
-        for _ in range(2):
-            ask("Hi", LIMITED_KEY)
-
-    return expect(rate_limit, ask_twice), expect(overflow, lambda: ask(OVERFLOW, KEY))
 
 
 def leave(run: Callable[[], object]) -> str:

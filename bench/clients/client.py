@@ -68,17 +68,14 @@ class Client:
 
     @property
     def name(self) -> str:
-        """Return the name of the client."""
         return self.program.stem.removeprefix(_PREFIX).replace("_", "-")
 
     @property
     def packages(self) -> str:
-        """Return the packages with their versions, as a text."""
         return ", ".join((*self.python_packages, *self.npm_packages))
 
     @classmethod
     def read(cls, program: Path) -> Client:
-        """Return the client of a program, by its head."""
         found = _HEAD.search(program.read_text())
         lines = found[1].splitlines() if found else []
         head = tomllib.loads("\n".join(re.sub(r"^(?:#|//) ?", "", line) for line in lines))
@@ -113,7 +110,6 @@ class Client:
 
 
 def clients() -> list[Client]:
-    """Return all clients by name."""
     return [
         Client.read(program)
         for program in sorted(PROGRAMS.glob(f"{_PREFIX}*"))

@@ -62,7 +62,6 @@ class Scripted(NamedTuple):
 
 @contextlib.contextmanager
 def running_scripted() -> Iterator[Scripted]:
-    """Run the worker and a gateway."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Worker)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     worker_url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -86,7 +85,6 @@ def running_scripted() -> Iterator[Scripted]:
 
 
 def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message for a chat."""
     messages = body["messages"]
     results = [one["content"] for one in messages if one["role"] == "tool"]
     tools = {tool["function"]["name"] for tool in body.get("tools") or ()}

@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from bench.clients.cases import ONCE, Mode, case, check, get
+from bench.clients.cases import check, get, once
 from bench.clients.mcp_server import NEST, TOOL
 from tests.support.pdfs import pdf
 
@@ -35,7 +35,6 @@ ENDED, SUMMARY = "The script has ended.", "This is the summary of the script."
 
 
 def write_files() -> None:
-    """Write what the agent reads."""
     Path(PDF).write_bytes(pdf(PDF_TEXT))
     Image.new("RGB", (64, 64), "red").save(PICTURE)
     Path(LONG).write_text("".join(f"line {number} of many\n" for number in range(1_200)))
@@ -56,23 +55,23 @@ def search_compact_and_continue(
     """Add the cases that end the session of any agent, whose turns read the long file so often."""
     refused = refusals()
 
-    @case("searches its tools, and calls what it found (scripted: both calls)", ONCE)
-    def searches(_: Mode) -> str:
+    @once("searches its tools, and calls what it found (scripted: both calls)")
+    def searches() -> str:
         asked, found, told = play(go_on, search, (FOUND, {}))
         check(FOUND not in tools_of(asked) and FOUND in tools_of(found), tools_of(found))
         check(NEST in text_of(told), text_of(told)[-300:])
         return f"{TOOL} was no tool of the model before the search"
 
-    @case(f"compacts twice (scripted: {sum(turns)} calls of {read[0]}, both summaries)", ONCE)
-    def compacts(_: Mode) -> str:
+    @once(f"compacts twice (scripted: {sum(turns)} calls of {read[0]}, both summaries)")
+    def compacts() -> str:
         found = compactions(
             [chat for turn in turns for chat in play(go_on, *[read] * turn)], window
         )
         check(len(found) == 2, found)
         return f"{', '.join(found)}; the model has {window:,}"
 
-    @case("is continued after its end, and had no request refused (scripted: the answer)", ONCE)
-    def continued(_: Mode) -> str:
+    @once("is continued after its end, and had no request refused (scripted: the answer)")
+    def continued() -> str:
         told = play(go_on)[-1]
         check(SUMMARY in text_of(told), text_of(told)[:300])
         check(refusals() == refused, f"{refusals() - refused} requests refused")
@@ -89,7 +88,6 @@ def compactions(chats: list[Chat], window: int) -> list[str]:
 
 
 def text_of(chat: Chat) -> str:
-    """Return the messages of a chat as a text."""
     return "\n".join(part["text"] for part in _parts(chat) if part["type"] == "text")
 
 
@@ -99,7 +97,6 @@ def pictures_of(chat: Chat) -> list[str]:
 
 
 def tools_of(chat: Chat) -> list[str]:
-    """Return the names of the tools of a chat."""
     return [tool["function"]["name"] for tool in chat.get("tools") or ()]
 
 

@@ -11,41 +11,31 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Final
 
 import mlx.core as mx
-from rich.console import Console
 from rich.progress import track
 
 from bench.families.checkpoints import build
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import Grid, provenance, write_page
-from paceline.request.profile import Sampling
+from bench.harness.lane import greedy_row, lane_of
+from bench.harness.tables import Grid, provenance, report
 from workers.demo import CHECKPOINT
-from workers.engine.decode.row import Row, SpeculationCounter
-from workers.engine.lane.memory import measure_memory
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import Target
-from workers.engine.prefix.cache import PrefixCache
-from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 
-RESULTS: Final = Path(__file__).parents[1] / "results"
 ROWS: Final = (1, 4, 8)
-DRAFT_TOKENS: Final = 2
 LAYERS: Final = 32
-ROUNDS: Final = 40
-TURNS: Final = 9
-WARM_UP_ROUNDS: Final = 8
-PROMPT_TOKENS: Final = 24
-_SETTINGS: Final = EngineSettings(model=CHECKPOINT, served_name="demo")
+_DRAFT_TOKENS: Final = 2
+_ROUNDS: Final = 40
+_TURNS: Final = 9
+_WARM_UP_ROUNDS: Final = 8
+_PROMPT_TOKENS: Final = 24
 _ENDLESS: Final = 1 << 20
 
 
@@ -58,87 +48,55 @@ class WaitingLane(LaneScheduler):
         return False
 
 
-@dataclass
-class Speed:
-    """Samples of one lane."""
+class Side:
+    """A lane full of rows, and the samples of its speed."""
 
-    tokens_per_s: list[float] = field(default_factory=list)
-    cpu_ms_a_round: list[float] = field(default_factory=list)
+    def __init__(
+        self, kind: type[LaneScheduler], checkpoint: Checkpoint, rows: int, k: int
+    ) -> None:
+        prompts = PromptRenderer(checkpoint.processor)
+        self._lane = lane_of(checkpoint, prompts, k, kind=kind)
+        self._rows = []
+        for number in range(rows):
+            tokens = tuple(20 + (at * 7 + number) % 900 for at in range(_PROMPT_TOKENS))
+            row = greedy_row(prompts, PreparedPrompt(tokens=tokens), k, _ENDLESS)
+            self._rows.append(row)
+            self._lane.add(row)
+        while self._lane.running_rows < rows:
+            self._lane.step()
+        for _ in range(_WARM_UP_ROUNDS):
+            self._lane.step()
+        self.tokens_per_s: list[float] = []
+        self.cpu_ms_a_round: list[float] = []
+
+    def decode(self, rounds: int) -> None:
+        before = sum(len(row.answer) for row in self._rows)
+        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+        for _ in range(rounds):
+            self._lane.step()
+        elapsed_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
+        tokens = sum(len(row.answer) for row in self._rows) - before
+        self.tokens_per_s.append(tokens / elapsed_s)
+        self.cpu_ms_a_round.append(1000 * cpu_s / rounds)
 
 
-Side = tuple[type[LaneScheduler], Checkpoint]
+def compare(before: Side, after: Side, *, rounds: int, turns: int) -> tuple[str, ...]:
+    """Let two lanes decode in turns; return the cells of both and the median of their ratios.
 
-
-def ratio(before: Speed, after: Speed) -> float:
-    """Return the median of the ratios of the turns: what slows one turn slows both its lanes."""
-    pairs = zip(before.tokens_per_s, after.tokens_per_s, strict=True)
-    return median(now / then for then, now in pairs)
-
-
-def measure(
-    sides: tuple[Side, Side], rows: int, k: int, *, rounds: int = ROUNDS, turns: int = TURNS
-) -> tuple[Speed, Speed]:
-    """Return the speed of two kinds of lanes, which decode in turns."""
-    lanes = [_filled_lane(kind, checkpoint, rows, k) for kind, checkpoint in sides]
-    speeds = Speed(), Speed()
+    What slows one turn slows both its lanes.
+    """
+    sides = before, after
     for turn in range(turns + 1):
-        for which in (0, 1) if turn % 2 else (1, 0):
-            lane, decoding = lanes[which]
-            before = sum(len(row.answer) for row in decoding)
-            begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-            for _ in range(rounds):
-                lane.step()
-            elapsed_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
-            if turn:  # the first turn warms up
-                tokens = sum(len(row.answer) for row in decoding) - before
-                speeds[which].tokens_per_s.append(tokens / elapsed_s)
-                speeds[which].cpu_ms_a_round.append(1000 * cpu_s / rounds)
-    return speeds
-
-
-def _filled_lane(
-    kind: type[LaneScheduler], checkpoint: Checkpoint, rows: int, k: int
-) -> tuple[LaneScheduler, list[Row]]:
-    prompts = PromptRenderer(checkpoint.processor)
-    lane = kind(
-        LaneName.TEXT_MTP,
-        checkpoint,
-        prompts,
-        prefix_cache=PrefixCache(0),
-        draft_tokens=k,
-        max_rows=max(ROWS),
-        prefill_chunk_tokens=_SETTINGS.prefill_chunk_tokens,
-        prefill_budget_s=_SETTINGS.prefill_budget_s,
-        memory=measure_memory(checkpoint.target, checkpoint.head),
-    )
-    decoding = [_row(lane, prompts, number, k) for number in range(rows)]
-    for row in decoding:
-        lane.add(row)
-    while lane.running_rows < rows:
-        lane.step()
-    for _ in range(WARM_UP_ROUNDS):
-        lane.step()
-    return lane, decoding
-
-
-def _row(lane: LaneScheduler, prompts: PromptRenderer, number: int, k: int) -> Row:
-    tokens = tuple(20 + (at * 7 + number) % 900 for at in range(PROMPT_TOKENS))
-    return Row(
-        generation=Generation(
-            request_id="bench",
-            lane=lane.name,
-            prompt=Prompt(tokens=tokens),
-            sampling=Sampling(temperature=0),
-        ),
-        prompt=PreparedPrompt(tokens=tokens),
-        seed=0,
-        max_tokens=_ENDLESS,
-        ends=frozenset(),
-        draft_tokens=k,
-        draft_tokens_fixed=True,
-        text=TextStream(prompts.decode),
-        speculation=SpeculationCounter(k),
-        sink=lambda _: None,
+        for side in sides if turn % 2 else sides[::-1]:
+            side.decode(rounds)
+    ratios = [
+        now / then
+        for then, now in zip(before.tokens_per_s[1:], after.tokens_per_s[1:], strict=True)
+    ]  # the first turn warms up
+    return (
+        *(f"{median(side.tokens_per_s[1:]):.0f}" for side in sides),
+        f"{median(ratios):.2f}",
+        *(f"{median(side.cpu_ms_a_round[1:]):.1f}" for side in sides),
     )
 
 
@@ -162,36 +120,21 @@ def main() -> None:
     demo = load_checkpoint(CHECKPOINT)
     deep = deep_model(demo)
     cases = [
-        *(("demo", demo, rows, k) for k in (0, DRAFT_TOKENS) for rows in ROWS),
+        *(("demo", demo, rows, k) for k in (0, _DRAFT_TOKENS) for rows in ROWS),
         *((f"{LAYERS} layers", deep, rows, 0) for rows in ROWS),
     ]
-    grid = Grid(
-        title="Tokens per second of bare rounds",
-        columns=("model, rows, drafts", "waiting", "ahead", "ratio", "CPU a round, ms", "ahead"),
-        rows=tuple(_lines(cases)),
-    )
-    Console(highlight=False, width=100).print(grid.to_table())
+    lines = []
+    for name, checkpoint, rows, k in track(cases, description="Measuring"):
+        sides = (Side(kind, checkpoint, rows, k) for kind in (WaitingLane, LaneScheduler))
+        lines.append((f"{name}, {rows}, {k}", *compare(*sides, rounds=_ROUNDS, turns=_TURNS)))
+    columns = ("model, rows, drafts", "waiting", "ahead", "ratio", "CPU a round, ms", "ahead")
     about = (
-        f"{provenance()}, MLX {version('mlx')}; medians of {TURNS} turns of {ROUNDS} rounds each. "
-        "Rounds begin before the host has read the last one (ahead), or wait for that. Ratio: "
+        f"{provenance()}, MLX {version('mlx')}; medians of {_TURNS} turns of {_ROUNDS} rounds each."
+        " Rounds begin before the host has read the last one (ahead), or wait for that. Ratio: "
         "median of the ratios of the turns."
     )
-    write_page(RESULTS / "ahead.md", "Rounds that do not wait for the host", about, grid)
-
-
-def _lines(cases: list[tuple[str, Checkpoint, int, int]]) -> Iterator[tuple[str, ...]]:
-    for name, checkpoint, rows, k in track(cases, description="Measuring"):
-        sides = (WaitingLane, checkpoint), (LaneScheduler, checkpoint)
-        waiting, ahead = measure(sides, rows, k)
-        slow, fast = median(waiting.tokens_per_s), median(ahead.tokens_per_s)
-        yield (
-            f"{name}, {rows}, {k}",
-            f"{slow:.0f}",
-            f"{fast:.0f}",
-            f"{ratio(waiting, ahead):.2f}",
-            f"{median(waiting.cpu_ms_a_round):.1f}",
-            f"{median(ahead.cpu_ms_a_round):.1f}",
-        )
+    grid = Grid("Tokens per second of bare rounds", columns, lines)
+    report("ahead.md", "Rounds that do not wait for the host", about, grid)
 
 
 if __name__ == "__main__":

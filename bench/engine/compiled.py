@@ -12,17 +12,15 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from importlib.metadata import version
-from statistics import median
 from typing import Final
 
 import mlx.core as mx
-from rich.console import Console
 
-from bench.engine.ahead import LAYERS, RESULTS, ROWS, WaitingLane, measure, ratio
+from bench.engine.ahead import LAYERS, ROWS, Side, WaitingLane, compare
 from bench.families.checkpoints import VOCABULARY, build
 from bench.families.configs import family
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import Grid, provenance, write_page
+from bench.harness.tables import Grid, provenance, report
 from workers.demo import CHECKPOINT
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
@@ -30,14 +28,14 @@ from workers.engine.model.device import cast_for_device
 from workers.engine.model.target import CompiledPasses, Target
 from workers.engine.startup.probes import probe_compiled_passes
 
-FAMILY: Final = "Llama 3"
-ROUNDS: Final = 12
-TURNS: Final = 7
+_FAMILY: Final = "Llama 3"
+_ROUNDS: Final = 12
+_TURNS: Final = 7
 
 
 def deep_models(demo: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Return a deep model of random weights: with passes that are not compiled, and compiled."""
-    config = family(FAMILY).config(VOCABULARY) | {"num_hidden_layers": LAYERS}
+    config = family(_FAMILY).config(VOCABULARY) | {"num_hidden_layers": LAYERS}
     mx.random.seed(0)
     model = build(config)
     cast_for_device(model)
@@ -52,31 +50,21 @@ def deep_models(demo: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
 
 def main() -> None:
     logging.disable()
-    demo = load_checkpoint(CHECKPOINT)
-    lines: list[tuple[str, ...]] = []
-    before, after = deep_models(demo)
-    sides = (WaitingLane, before), (LaneScheduler, after)
+    before, after = deep_models(load_checkpoint(CHECKPOINT))
+    lines = []
     for rows in ROWS:
-        old, new = measure(sides, rows, 0, rounds=ROUNDS, turns=TURNS)
-        slow, fast = median(old.tokens_per_s), median(new.tokens_per_s)
-        cpu = (f"{median(each.cpu_ms_a_round):.1f}" for each in (old, new))
-        lines.append(
-            (f"{FAMILY}, {rows}", f"{slow:.0f}", f"{fast:.0f}", f"{ratio(old, new):.2f}", *cpu)
-        )
-    grid = Grid(
-        title=f"Tokens per second of bare rounds, {LAYERS} layers",
-        columns=("model, rows", "before", "now", "ratio", "CPU a round, ms", "now"),
-        rows=tuple(lines),
-    )
-    Console(highlight=False, width=100).print(grid.to_table())
+        sides = Side(WaitingLane, before, rows, 0), Side(LaneScheduler, after, rows, 0)
+        lines.append((f"{_FAMILY}, {rows}", *compare(*sides, rounds=_ROUNDS, turns=_TURNS)))
     about = (
-        f"{provenance()}, MLX {version('mlx')}; medians of {TURNS} turns of {ROUNDS} rounds each. "
-        "Ratio: median of the ratios of the turns. Before: passes are not compiled, and rounds "
+        f"{provenance()}, MLX {version('mlx')}; medians of {_TURNS} turns of {_ROUNDS} rounds each."
+        " Ratio: median of the ratios of the turns. Before: passes are not compiled, and rounds "
         "wait for the host. A worker on a CPU compiles the passes of few families, since each "
         "kernel takes a C++ compiler a second there; this measures what a worker on a GPU does, on "
         "a CPU."
     )
-    write_page(RESULTS / "compiled.md", "Compiled rounds", about, grid)
+    columns = ("model, rows", "before", "now", "ratio", "CPU a round, ms", "now")
+    grid = Grid(f"Tokens per second of bare rounds, {LAYERS} layers", columns, lines)
+    report("compiled.md", "Compiled rounds", about, grid)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ processor time, which other programs of a busy machine change less.
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,36 +20,29 @@ from statistics import median
 from typing import Final
 
 import mlx.core as mx
-from rich.console import Console
 
 from bench.engine.measurements import LONG
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import Grid, provenance, write_page
+from bench.harness.lane import greedy_row
+from bench.harness.samples import rotated
+from bench.harness.tables import Grid, provenance, report
 from paceline.protocol import Speculation
-from paceline.request.profile import Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.engine import Engine, load_engine
-from workers.engine.lane.scheduler import LaneScheduler
-from workers.engine.text.detokenizer import TextStream
-from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
+from workers.engine.types import EngineSettings, LaneName, Prompt
 
-RESULTS: Final = Path(__file__).parents[1] / "results"
-ROWS: Final = (1, 4, 8)
-REPETITIONS: Final = 5
-WARM_UPS: Final = 3
-ANSWER_TOKENS: Final = 96
-DRAFT_TOKENS: Final = 2
-MODES: Final[Mapping[str, tuple[bool, bool]]] = {
+_ROWS: Final = (1, 4, 8)
+_REPETITIONS: Final = 5
+_WARM_UPS: Final = 3
+_ANSWER_TOKENS: Final = 96
+_DRAFT_TOKENS: Final = 2
+_MODES: Final[Mapping[str, tuple[bool, bool]]] = {
     "off": (False, False),
     "head": (True, False),
     "lookup": (False, True),
     "both": (True, True),
 }
 """Whether the head drafts, and prompt lookup."""
-PEER: Final = "mlx-lm"
-FILES: Final = tuple(f"Count from {first} to {first + 60}." for first in range(1, 9))
-"""Requests whose answers are the files: the demo model copies no long text but its own."""
 
 
 @dataclass
@@ -62,10 +54,18 @@ class Mode:
     speculation: Speculation = field(default_factory=Speculation)
     answers: list[list[int]] = field(default_factory=list)
 
+    def speeds(self, plain: float) -> tuple[str, str]:
+        """Return the tokens per second, and the ratio of those per second of processor time."""
+        speed = median(self.tokens_per_s[_WARM_UPS:])
+        return f"{speed:.0f}", f"{median(self.tokens_per_cpu_s[_WARM_UPS:]) / plain:.2f}"
+
 
 def rewritten(engine: Engine, number: int) -> Prompt:
-    """Return a chat that has a file, and asks for it again."""
-    request = {"role": "user", "content": FILES[number]}
+    """Return a chat that has a file, and asks for it again.
+
+    The file is an answer of the demo model, which copies no other long text.
+    """
+    request = {"role": "user", "content": f"Count from {number + 1} to {number + 61}."}
     plain = Mode()
     run(engine, [Prompt(text=engine.prompts.chat([request]), scope=None)], "off", plain)
     (tokens,) = plain.answers
@@ -74,15 +74,20 @@ def rewritten(engine: Engine, number: int) -> Prompt:
 
 
 def asked(engine: Engine, number: int) -> Prompt:
-    """Return an everyday question."""
     return Prompt(text=engine.prompts.chat(LONG[number % len(LONG)]), scope=None)
 
 
 def run(engine: Engine, prompts: Sequence[Prompt], mode: str, result: Mode) -> None:
     """Answer prompts at once; measure from the last join until the first answer ends."""
     (lane,) = engine.lanes
-    rows = [_row(engine, lane, prompt, *MODES[mode]) for prompt in prompts]
-    for row in rows:
+    head, looks_up = _MODES[mode]
+    drafts = _DRAFT_TOKENS if head or looks_up else 0
+    rows = []
+    for prompt in prompts:
+        prepared = engine.prompts.prepare(prompt)
+        row = greedy_row(engine.prompts, prepared, drafts, _ANSWER_TOKENS, fixed=False)
+        row.with_head, row.looks_up = head, looks_up
+        rows.append(row)
         lane.add(row)
     while lane.running_rows < len(rows) and not any(row.finish_reason for row in rows):
         lane.step()
@@ -99,25 +104,6 @@ def run(engine: Engine, prompts: Sequence[Prompt], mode: str, result: Mode) -> N
     result.answers = [row.answer for row in rows]
 
 
-def _row(engine: Engine, lane: LaneScheduler, prompt: Prompt, head: bool, looks_up: bool) -> Row:
-    draft_tokens = DRAFT_TOKENS if head or looks_up else 0
-    return Row(
-        generation=Generation(
-            request_id="bench", lane=lane.name, prompt=prompt, sampling=Sampling(temperature=0)
-        ),
-        prompt=engine.prompts.prepare(prompt),
-        seed=0,
-        max_tokens=ANSWER_TOKENS,
-        ends=frozenset(),
-        draft_tokens=draft_tokens,
-        with_head=head,
-        looks_up=looks_up,
-        text=TextStream(engine.prompts.decode),
-        speculation=SpeculationCounter(draft_tokens),
-        sink=lambda _: None,
-    )
-
-
 class Peer:
     """mlx-lm in this process, with the weights in the type that our engine has."""
 
@@ -127,19 +113,18 @@ class Peer:
         self._model, self._tokenizer = load(str(model))
         if mx.default_device() == mx.Device(mx.cpu):
             self._model.set_dtype(mx.float32)
+        self._tokenizer.eos_token_ids = set()
 
     def run(self, prompts: Sequence[Sequence[int]], result: Mode) -> None:
         """Answer prompts at once; the speed is that of decoding, as mlx-lm measures it."""
         from mlx_lm import batch_generate  # noqa: PLC0415
 
-        self._tokenizer.eos_token_ids = set()
         begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-        stats = batch_generate(
-            self._model, self._tokenizer, [list(one) for one in prompts], max_tokens=ANSWER_TOKENS
-        ).stats
+        texts = [list(one) for one in prompts]
+        answer = batch_generate(self._model, self._tokenizer, texts, max_tokens=_ANSWER_TOKENS)
         used_cpus = (time.process_time() - begun_cpu_s) / (time.perf_counter() - begun_s)
-        result.tokens_per_s.append(stats.generation_tps)
-        result.tokens_per_cpu_s.append(stats.generation_tps / used_cpus)
+        result.tokens_per_s.append(answer.stats.generation_tps)
+        result.tokens_per_cpu_s.append(answer.stats.generation_tps / used_cpus)
 
 
 def measure(engine: Engine, peer: Peer, title: str, make: Callable[[Engine, int], Prompt]) -> Grid:
@@ -147,72 +132,54 @@ def measure(engine: Engine, peer: Peer, title: str, make: Callable[[Engine, int]
 
     In them a lane tries each length and source of drafts, once for each number of rows.
     """
-    lines: list[tuple[str, ...]] = []
-    for count in ROWS:
+    lines: list[tuple[object, ...]] = []
+    for count in _ROWS:
         prompts = [make(engine, number) for number in range(count)]
-        modes = {name: Mode() for name in MODES}
-        peers = Mode()
-        for repetition in range(WARM_UPS + REPETITIONS):
-            names = list(modes)
-            first = repetition % len(names)
-            for name in (*names[first:], *names[:first]):
+        modes = {name: Mode() for name in _MODES}
+        of_peer = Mode()
+        for repetition in range(_WARM_UPS + _REPETITIONS):
+            for name in rotated([*modes], repetition):
                 run(engine, prompts, name, modes[name])
-            prepared = [engine.prompts.prepare(prompt).tokens for prompt in prompts]
-            peer.run(prepared, peers)
-        plain = median(modes["off"].tokens_per_cpu_s[WARM_UPS:])
+            peer.run([engine.prompts.prepare(prompt).tokens for prompt in prompts], of_peer)
+        off = modes["off"]
+        plain = median(off.tokens_per_cpu_s[_WARM_UPS:])
         for name, mode in modes.items():
-            equal = sum(
-                one == other for one, other in zip(mode.answers, modes["off"].answers, strict=True)
-            )
-            sources = mode.speculation.accepted_by_source
+            pairs = zip(mode.answers, off.answers, strict=True)
+            speculation = mode.speculation
+            sources = speculation.accepted_by_source
             lines.append(
                 (
-                    str(count),
-                    name,
-                    *_speeds(mode, plain),
-                    f"{mode.speculation.mean_acceptance_length:.2f}",
-                    f"{mode.speculation.acceptance_rate:.0%}" if sources else "",
-                    str(sources.get("head", 0)),
-                    str(sources.get("lookup", 0)),
-                    f"{equal} of {count}",
+                    *(count, name, *mode.speeds(plain)),
+                    f"{speculation.mean_acceptance_length:.2f}",
+                    f"{speculation.acceptance_rate:.0%}" if sources else "",
+                    *(sources.get(source, 0) for source in ("head", "lookup")),
+                    f"{sum(one == other for one, other in pairs)} of {count}",
                 )
             )
-        lines.append((str(count), PEER, *_speeds(peers, plain), *[""] * 5))
-    return Grid(
-        title=title,
-        columns=(
-            "rows", "drafts", "tokens/s", "ratio", "tokens per step", "accepted", "of the head",
-            "of lookup", "equal answers",
-        ),
-        rows=tuple(lines),
-    )  # fmt: skip
-
-
-def _speeds(mode: Mode, plain: float) -> tuple[str, str]:
-    """Return the tokens per second, and the ratio of those per second of processor time."""
-    ratio = median(mode.tokens_per_cpu_s[WARM_UPS:]) / plain
-    return f"{median(mode.tokens_per_s[WARM_UPS:]):.0f}", f"{ratio:.2f}"
+        lines.append((count, "mlx-lm", *of_peer.speeds(plain), *[""] * 5))
+    columns = (
+        *("rows", "drafts", "tokens/s", "ratio", "tokens per step", "accepted", "of the head"),
+        *("of lookup", "equal answers"),
+    )
+    return Grid(title, columns, lines)
 
 
 def main() -> None:
     logging.disable()
     settings = EngineSettings(
-        model=CHECKPOINT, served_name="demo", lanes=(LaneName.TEXT_MTP,), draft_tokens=DRAFT_TOKENS
+        model=CHECKPOINT, served_name="demo", lanes=(LaneName.TEXT_MTP,), draft_tokens=_DRAFT_TOKENS
     )
     engine, peer = load_engine(settings), Peer(CHECKPOINT)
     grids = [
         measure(engine, peer, "Answers that write a file of the prompt again", rewritten),
         measure(engine, peer, "Answers to everyday questions", asked),
     ]
-    for grid in grids:
-        Console(highlight=False, width=120).print(grid.to_table())
     about = (
         f"{provenance()}, MLX {version('mlx')}, mlx-lm {version('mlx-lm')}; medians of "
-        f"{REPETITIONS} runs, taken in turn; {ANSWER_TOKENS} tokens per answer, float32 on a CPU. "
-        "Ratio: tokens per second of processor time, to those without drafts in our engine."
+        f"{_REPETITIONS} runs, taken in turn; {_ANSWER_TOKENS} tokens per answer, float32 on a "
+        "CPU. Ratio: tokens per second of processor time, to those without drafts in our engine."
     )
-    write_page(RESULTS / "prompt_lookup.md", "Prompt lookup", about, *grids)
-    sys.stdout.flush()
+    report("prompt_lookup.md", "Prompt lookup", about, *grids)
 
 
 if __name__ == "__main__":

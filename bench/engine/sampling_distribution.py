@@ -8,32 +8,26 @@ another temperature, must differ. With equal seeds, all texts must be equal.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import platform
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from math import erfc, pi, sqrt
-from pathlib import Path
 from typing import Final
 
-from rich.console import Console
 from rich.progress import track
 
-from bench.harness.tables import Grid
+from bench.harness.options import parser
+from bench.harness.tables import Grid, provenance, report
 from paceline.protocol import Speculation
 from paceline.request.profile import Sampling
 from tools.demo_model.world import SYSTEM_OPENINGS
-from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.types import Delta, EngineSettings, Finished, Generation, LaneName, Prompt
 
-RESULTS: Final = Path(__file__).parents[1] / "results"
 TOKENS: Final = 7
 TOP_K: Final = 4
 TEMPERATURE: Final = 1.3
@@ -71,7 +65,6 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Return whether the comparison shows no difference."""
         return self.p_value >= SIGNIFICANCE
 
 
@@ -165,17 +158,14 @@ async def measure(engine: Engine, draws: int, *, check_control: bool) -> tuple[G
     )
     equal_texts = sum(a == b for a, b in zip(plain, repeated, strict=False))
     comparison, control_comparison = compare(plain, drafted), compare(plain, control)
-    grid = Grid(
-        title=f"{draws} draws of {TOKENS} tokens, top_k {TOP_K}: drafted against plain",
-        columns=("", "total variation", "noise floor", "chi-square", "degrees", "p"),
-        rows=(
-            _row(f"drafted, {speculation.acceptance_rate:.0%} of drafts accepted", comparison),
-            _row(
-                f"control, temperature {CONTROL_TEMPERATURE} for {TEMPERATURE}", control_comparison
-            ),
-            (f"same seeds: {equal_texts} of {len(repeated_seeds)} texts equal", *[""] * 5),
-        ),
+    same_seeds = f"same seeds: {equal_texts} of {len(repeated_seeds)} texts equal"
+    rows = (
+        _row(f"drafted, {speculation.acceptance_rate:.0%} of drafts accepted", comparison),
+        _row(f"control, temperature {CONTROL_TEMPERATURE} for {TEMPERATURE}", control_comparison),
+        (same_seeds, *[""] * 5),
     )
+    title = f"{draws} draws of {TOKENS} tokens, top_k {TOP_K}: drafted against plain"
+    grid = Grid(title, ("", "total variation", "noise floor", "chi-square", "degrees", "p"), rows)
     has_drafts = speculation.accepted > 0 and speculation.rejected > 0
     control_failed = check_control and control_comparison.equal
     all_repeated = equal_texts == len(repeated_seeds)
@@ -193,22 +183,10 @@ def _row(label: str, comparison: Comparison) -> tuple[str, ...]:
     )
 
 
-def _metadata(duration_min: float) -> str:
-    now = datetime.now(UTC).isoformat(sep=" ", timespec="minutes").removesuffix("+00:00")
-    return (
-        f"{now} UTC, {platform.system()} {platform.machine()}, {duration_min:.0f} minutes. Texts "
-        "drawn with drafts are compared with texts drawn without them, with other seeds; the "
-        f"control, at another temperature, must differ (p below {SIGNIFICANCE}). The noise floor "
-        "is the mean difference of two samples of one distribution of the same size."
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine.sampling_distribution")
-    parser.add_argument("--model", type=Path, default=CHECKPOINT)
-    parser.add_argument("--draws", type=int, default=20_000, help="of each kind")
-    parser.add_argument("--quick", action="store_true", help="few draws; writes no results")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    made = parser("engine.sampling_distribution", __doc__, model=True)
+    made.add_argument("--draws", type=int, default=20_000, help="of each kind")
+    options = made.parse_args()
     settings = EngineSettings(
         model=options.model.resolve(),
         served_name="bench",
@@ -222,14 +200,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         grid, passed = asyncio.run(measure(engine, draws, check_control=not options.quick))
     finally:
         engine.stop()
-    duration_min = (time.perf_counter() - started_s) / 60
-    console = Console(highlight=False)
-    console.print(grid.to_table())
-    console.print(f"{duration_min:.1f} minutes")
-    if not options.quick:
-        RESULTS.mkdir(exist_ok=True)
-        page = f"# Sampling with drafts\n\n{_metadata(duration_min)}\n\n{grid.to_markdown()}"
-        (RESULTS / "sampling_distribution.md").write_text(page)
+    about = (
+        f"{provenance()}, {(time.perf_counter() - started_s) / 60:.0f} minutes. Texts "
+        "drawn with drafts are compared with texts drawn without them, with other seeds; the "
+        f"control, at another temperature, must differ (p below {SIGNIFICANCE}). The noise floor "
+        "is the mean difference of two samples of one distribution of the same size."
+    )
+    name = "sampling_distribution.md"
+    report(name, "Sampling with drafts", about, grid, write=not options.quick)
     if not passed:
         sys.exit("Drafted and plain text differ, or the control does not.")
 

@@ -7,29 +7,25 @@ the first wrong answer or count.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import Grid, provenance, write_page
+from bench.harness.options import parser
+from bench.harness.tables import Grid, provenance, report
 from tests.support.conversation_schedules import ConversationRunner
 from tests.support.lane_schedules import ScheduleRunner
-from workers.demo import CHECKPOINT
 from workers.engine.model.checkpoint import load_checkpoint
 from workers.engine.prefix.files import fingerprint
 from workers.engine.text.tokenizer import PromptRenderer
 
-RESULTS: Final = Path(__file__).parents[1] / "results"
 VARIETY: Final = 8
 PROGRESS_INTERVAL: Final = 100
 CACHE_BYTES: Final = 4 << 20
@@ -64,82 +60,73 @@ def run_conversations(model: Path, seed: int, tokens: int) -> Counter[str]:
             runner.close()
 
 
-def conversation_table(stats: Counter[str]) -> Grid:
-    """Return the statistics of the conversations."""
-    lines = (
-        ("answer tokens, each the likeliest of a new pass over prompt and answer", stats["tokens"]),
-        ("... with another token equally likely within 1e-4", stats["ties"]),
-        ("answers", stats["rows"]),
-        ("... to a chat that forks from an earlier turn", stats["forks"]),
-        ("... to a chat with a changed message", stats["edits"]),
-        ("... to a chat without a former message", stats["cuts"]),
-        ("... cancelled", stats["cancelled"]),
-        ("evictions of a part of the cache", stats["evictions"]),
-        ("restarts", stats["restarts"]),
-        ("prompt tokens", stats["prompt tokens"]),
-        ("... found in the cache", stats["cached tokens"]),
-        ("... read from disk", stats["disk tokens"]),
-        ("... from another engine", stats["moved tokens"]),
-        ("draft tokens", stats["drafted tokens"]),
-    )
-    return Grid(
-        title="Random conversations over the prefix caches of two engines",
-        columns=("statistic", "count"),
-        rows=tuple((name, f"{count:,}") for name, count in lines),
-    )
+_OF_CONVERSATIONS: Final = {
+    "answer tokens, each the likeliest of a new pass over prompt and answer": "tokens",
+    "... with another token equally likely within 1e-4": "ties",
+    "answers": "rows",
+    "... to a chat that forks from an earlier turn": "forks",
+    "... to a chat with a changed message": "edits",
+    "... to a chat without a former message": "cuts",
+    "... cancelled": "cancelled",
+    "evictions of a part of the cache": "evictions",
+    "restarts": "restarts",
+    "prompt tokens": "prompt tokens",
+    "... found in the cache": "cached tokens",
+    "... read from disk": "disk tokens",
+    "... from another engine": "moved tokens",
+    "draft tokens": "drafted tokens",
+}
+_OF_SCHEDULES: Final = {
+    "schedules": "schedules",
+    "rows, each equal to its replay": "rows",
+    "... of them with sampling or penalties": "with rules",
+    "... cancelled": "cancelled",
+    "... ended by a stop string": "ended by string",
+    "... ended by the end token": "ended by token",
+    "... ended by their limit": "ended by limit",
+    "... ended inside a draft": "ended in draft",
+    "... started from a cached prefix": "from prefix cache",
+    "... continued plainly after an error of the head": "without head",
+    "... different from the replay at a tie within float noise": "near ties",
+    "tokens, each counted": "tokens",
+}
 
 
-def table(schedules: ScheduleRunner) -> Grid:
-    """Return the statistics of the schedules."""
-    stats, counts = schedules.stats, schedules.speculation
-    lines = (
-        ("schedules", stats["schedules"]),
-        ("rows, each equal to its replay", stats["rows"]),
-        ("... of them with sampling or penalties", stats["with rules"]),
-        ("... cancelled", stats["cancelled"]),
-        ("... ended by a stop string", stats["ended by string"]),
-        ("... ended by the end token", stats["ended by token"]),
-        ("... ended by their limit", stats["ended by limit"]),
-        ("... ended inside a draft", stats["ended in draft"]),
-        ("... started from a cached prefix", stats["from prefix cache"]),
-        ("... continued plainly after an error of the head", stats["without head"]),
-        ("... different from the replay at a tie within float noise", stats["near ties"]),
-        ("tokens, each counted", stats["tokens"]),
-        ("verifies", counts.steps),
-        ("draft tokens attempted", counts.drafted),
-        ("... accepted", counts.accepted),
-        ("... accepted from prompt lookup", counts.accepted_by_source.get("lookup", 0)),
-        ("... rejected", counts.rejected),
-        ("... lost by errors", counts.errors),
-    )
-    return Grid(
-        title="Random schedules, replayed",
-        columns=("statistic", "count"),
-        rows=tuple((name, f"{count:,}") for name, count in lines),
-    )
+def statistics_table(title: str, lines: Mapping[str, int]) -> Grid:
+    return Grid(title, ("statistic", "count"), [(name, f"{n:,}") for name, n in lines.items()])
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine.schedules", description=__doc__)
-    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
-    parser.add_argument("--count", type=int, default=2000, help="schedules to run")
-    parser.add_argument("--tokens", type=int, default=100_000, help="tokens of conversations")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    made = parser("engine.schedules", __doc__, quick=False, model=True)
+    made.add_argument("--count", type=int, default=2000, help="schedules to run")
+    made.add_argument("--tokens", type=int, default=100_000, help="tokens of conversations")
+    made.add_argument("--seed", type=int, default=1)
+    options = made.parse_args()
     logging.disable()  # heads that raise on purpose log many errors
     started_s = time.perf_counter()
-    grid = table(run_schedules(options.model, options.seed, options.count))
-    conversations = conversation_table(
-        run_conversations(options.model, options.seed, options.tokens)
+    ran = run_schedules(options.model, options.seed, options.count)
+    counts = ran.speculation
+    lines = {name: ran.stats[key] for name, key in _OF_SCHEDULES.items()} | {
+        "verifies": counts.steps,
+        "draft tokens attempted": counts.drafted,
+        "... accepted": counts.accepted,
+        "... accepted from prompt lookup": counts.accepted_by_source.get("lookup", 0),
+        "... rejected": counts.rejected,
+        "... lost by errors": counts.errors,
+    }
+    stats = run_conversations(options.model, options.seed, options.tokens)
+    conversations = {name: stats[key] for name, key in _OF_CONVERSATIONS.items()}
+    title = "Random conversations over the prefix caches of two engines"
+    grids = (
+        statistics_table("Random schedules, replayed", lines),
+        statistics_table(title, conversations),
     )
-    for each in (grid, conversations):
-        Console(highlight=False).print(each.to_table())
     about = (
         f"{provenance()}, MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
         f"seed {options.seed}, {time.perf_counter() - started_s:.0f} s. "
         "Rows join and leave at any step, on four lanes of different k, size, chunk and cache."
     )
-    write_page(RESULTS / "schedules.md", "Random schedules", about, grid, conversations)
+    report("schedules.md", "Random schedules", about, *grids)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ jsonschema-rs (formats too) unless it ended by `length`; a refused schema counts
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
 import sys
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import jsonschema_rs
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from bench.harness.drawn import drawn
+from bench.harness.options import parser
+from bench.harness.tables import Grid, report, show
 from paceline.request.constraint import Constraint, ConstraintKind
 from paceline.request.profile import Sampling
 from tests.support.schemas import Schema, keywords, schemas
@@ -37,27 +36,12 @@ from workers.engine.types import (
 
 MAX_TOKENS = 512
 PENALTY = 1.0
-RESULTS = Path(__file__).parent.parent / "results" / "schemas.md"
+OUTCOMES = ("valid", "length", "refused", "invalid", "not JSON")
 QUESTIONS = ("Tell me about a person.", "What is the weather?", "Count from 1 to 9.", "Hello")
 
 
 def draw_schemas(count: int) -> list[Schema]:
-    drawn: list[Schema] = []
-
-    @seed(22)
-    @settings(
-        max_examples=count,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(schemas())
-    def collect(schema: Schema) -> None:
-        drawn.append(schema)
-
-    collect()
-    return drawn
+    return drawn(schemas(), count, seed=22)
 
 
 async def ask(engine: Engine, index: int, schema: Schema, max_tokens: int) -> tuple[str, str]:
@@ -100,69 +84,63 @@ def check(schema: Schema, text: str) -> tuple[str, str]:
 
 
 async def ask_each(
-    engine: Engine, drawn: list[Schema], *, max_tokens: int = MAX_TOKENS
+    engine: Engine, asked: list[Schema], *, max_tokens: int = MAX_TOKENS
 ) -> list[tuple[str, str]]:
-    """Ask every schema, eight at a time."""
     free = asyncio.Semaphore(8)
 
     async def one(index: int) -> tuple[str, str]:
         async with free:
-            return await ask(engine, index, drawn[index], max_tokens)
+            return await ask(engine, index, asked[index], max_tokens)
 
-    return await asyncio.gather(*map(one, range(len(drawn))))
+    return await asyncio.gather(*map(one, range(len(asked))))
 
 
-def render(drawn: list[Schema], outcomes: list[tuple[str, str]]) -> str:
-    total, counts = len(drawn), Counter(kind for kind, _ in outcomes)
-    lines = [
-        "# Random JSON Schemas",
-        "",
+def tables_of(asked: list[Schema], outcomes: list[tuple[str, str]]) -> list[Grid]:
+    """Return the outcomes, the keywords of refused schemas, and the outcomes by keyword."""
+    counts = Counter(kind for kind, _ in outcomes)
+    refused = Counter(detail for kind, detail in outcomes if kind == "refused")
+    columns = [kind for kind in OUTCOMES if counts[kind]]
+    by_keyword: dict[str, Counter[str]] = {}
+    for schema, (kind, _) in zip(asked, outcomes, strict=True):
+        for keyword in keywords(schema):
+            by_keyword.setdefault(keyword, Counter())[kind] += 1
+    shares = [(kind, n, f"{n / len(asked):.1%}") for kind, n in counts.most_common()]
+    return [
+        Grid("Outcomes", ("outcome", "answers", "share"), shares),
+        Grid("Refused", ("refused for", "schemas"), refused.most_common()),
+        Grid(
+            "Outcomes by keyword",
+            ("keyword", *columns),
+            [
+                (f"`{name}`", *(by[kind] for kind in columns))
+                for name, by in sorted(by_keyword.items())
+            ],
+        ),
+    ]
+
+
+def main() -> None:
+    made = parser("engine.schemas", __doc__, quick=False)
+    made.add_argument("--count", type=int, default=2000)
+    total = made.parse_args().count
+    asked = draw_schemas(total)
+    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
+    try:
+        outcomes = asyncio.run(ask_each(engine, asked))
+    finally:
+        engine.stop()
+    bad = [one for one in zip(asked, outcomes, strict=True) if one[1][0] in OUTCOMES[-2:]]
+    for schema, (kind, detail) in bad:
+        show(f"{kind}: {json.dumps(schema)}\n    {detail}")
+    about = (
         f"`python -m bench.engine.schemas --count {total}`: {total} schemas drawn by Hypothesis"
         " (`tests/support/schemas.py`), one answer of the demo model each, half of them sampled, "
         f"at most {MAX_TOKENS} tokens, eight at a time, with a frequency penalty of {PENALTY}: "
         "without one the demo model repeats itself in strings, keys and lists that have no bound, "
         "and 10.7% of the answers end by `length`, however long they may be. `valid`: "
-        "jsonschema-rs accepts the answer.",
-        "",
-        "| outcome | answers | share |",
-        "| --- | ---: | ---: |",
-    ]
-    lines += [f"| {kind} | {n} | {n / total:.1%} |" for kind, n in counts.most_common()]
-    lines += ["", "| refused for | schemas |", "| --- | ---: |"]
-    refused = Counter(detail for kind, detail in outcomes if kind == "refused")
-    lines += [f"| {detail} | {n} |" for detail, n in refused.most_common()]
-    columns = [
-        kind for kind in ("valid", "length", "refused", "invalid", "not JSON") if counts[kind]
-    ]
-    lines += ["", f"| keyword | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}"]
-    by_keyword: dict[str, Counter[str]] = {}
-    for schema, (kind, _) in zip(drawn, outcomes, strict=True):
-        for keyword in keywords(schema):
-            by_keyword.setdefault(keyword, Counter())[kind] += 1
-    for keyword in sorted(by_keyword):
-        cells = " | ".join(str(by_keyword[keyword][kind]) for kind in columns)
-        lines.append(f"| `{keyword}` | {cells} |")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    options = parser.parse_args()
-    drawn = draw_schemas(options.count)
-    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
-        outcomes = asyncio.run(ask_each(engine, drawn))
-    finally:
-        engine.stop()
-    for schema, (kind, detail) in zip(drawn, outcomes, strict=True):
-        if kind in ("invalid", "not JSON"):
-            sys.stdout.write(f"{kind}: {json.dumps(schema)}\n    {detail}\n")
-    table = render(drawn, outcomes)
-    options.results.write_text(table)
-    sys.stdout.write(table)
-    bad: Any = [kind for kind, _ in outcomes if kind in ("invalid", "not JSON")]
+        "jsonschema-rs accepts the answer."
+    )
+    report("schemas.md", "Random JSON Schemas", about, *tables_of(asked, outcomes))
     sys.exit(1 if bad else 0)
 
 

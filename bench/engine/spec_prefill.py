@@ -7,106 +7,75 @@ times larger target with random weights, since time does not depend on the weigh
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mlx.utils import tree_flatten
-from rich.console import Console
 from rich.progress import track
 
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import MISSING, Grid, provenance, write_page
+from bench.harness.lane import greedy_row, lane_of
+from bench.harness.options import parser
+from bench.harness.tables import Grid, cell, provenance, report
 from paceline.protocol import Speculation
-from paceline.request.profile import Sampling
 from tools.demo_model import held_out
 from tools.demo_model.architecture import model_config, new_model
 from tools.demo_model.tokenizer import SPECIAL_TOKENS
-from workers.demo import CHECKPOINT
-from workers.engine.decode.row import Row, SpeculationCounter
-from workers.engine.lane.memory import measure_memory
-from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.lane.sparse_prefill import SparsePrefill
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import Target
-from workers.engine.prefix.cache import PrefixCache
-from workers.engine.text.detokenizer import TextStream
-from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import (
-    EngineSettings,
-    Event,
-    Generation,
-    LaneName,
-    Prompt,
-    SpecPrefillOptions,
-    SpecPrefillSettings,
+from workers.engine.text.tokenizer import PromptRenderer
+from workers.engine.types import Event, Prompt, SpecPrefillOptions, SpecPrefillSettings
+
+_PROMPT_TOKENS: Final = (1024, 2048, 4096)
+_KEEP_SHARES: Final = (0.1, 0.2, 0.3, 0.5, 1.0)
+_IN_FULL: Final = SpecPrefillOptions(sparse=False)
+_OPTIONS: Final = (
+    _IN_FULL,
+    *(SpecPrefillOptions(sparse=True, keep_share=share) for share in _KEEP_SHARES),
 )
-
-RESULTS: Final = Path(__file__).parents[1] / "results"
-PROMPT_TOKENS: Final = (1024, 2048, 4096)
-KEEP_SHARES: Final = (0.1, 0.2, 0.3, 0.5, 1.0)
-IN_FULL: Final = SpecPrefillOptions(sparse=False)
-ANSWER_TOKENS: Final = 32
-_SETTINGS: Final = EngineSettings(model=Path(), served_name="")
+_ANSWER_TOKENS: Final = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedAnswer:
+class TimedAnswer(NamedTuple):
     """An answer with its times."""
 
     tokens: tuple[int, ...]
     text: str
-    skipped_tokens: int
     ttft_s: float
     scoring_s: float
     """The part of `ttft_s` in which the draft model scored the prompt."""
     speculation: Speculation
 
 
-@dataclass
-class Variant:
-    """All answers with one length and one kind of prefill."""
-
-    prompt_tokens: int
-    options: SpecPrefillOptions
-    answers: list[TimedAnswer] = field(default_factory=list)
+Variant = tuple[int, SpecPrefillOptions]
+"""A length of prompts, and how they are read."""
+Answers = dict[Variant, list[TimedAnswer]]
 
 
 class Bench:
     """One target, one draft model, and a lane with both."""
 
     def __init__(self, checkpoint: Checkpoint, draft: Target, draft_tokens: int) -> None:
-        self.prompts = PromptRenderer(checkpoint.processor)
+        self._prompts = PromptRenderer(checkpoint.processor)
         self._draft_tokens = draft_tokens if checkpoint.head else 0
-        self._lane = LaneScheduler(
-            LaneName.TEXT_MTP,
+        settings = SpecPrefillSettings(draft=Path())
+        self._lane = lane_of(
             checkpoint,
-            self.prompts,
-            prefix_cache=PrefixCache(0),
-            draft_tokens=self._draft_tokens,
+            self._prompts,
+            self._draft_tokens,
             max_rows=1,
-            prefill_chunk_tokens=_SETTINGS.prefill_chunk_tokens,
-            prefill_budget_s=_SETTINGS.prefill_budget_s,
-            memory=measure_memory(checkpoint.target, checkpoint.head),
-            sparse_prefill=SparsePrefill(
-                SpecPrefillSettings(draft=Path()), draft, checkpoint.context_tokens
-            ),
+            sparse_prefill=SparsePrefill(settings, draft, checkpoint.context_tokens),
         )
 
     def answer(
         self, messages: Sequence[dict[str, Any]], options: SpecPrefillOptions, answer_tokens: int
-    ) -> TimedAnswer:
-        """Answer one prompt in an idle lane."""
-        text = self.prompts.chat(messages)
-        return self._run(self.prompts.prepare(Prompt(text=text)), options, answer_tokens)
-
-    def _run(
-        self, prompt: PreparedPrompt, options: SpecPrefillOptions, answer_tokens: int
     ) -> TimedAnswer:
         texts: list[str] = []
 
@@ -115,23 +84,14 @@ class Bench:
                 raise event
             texts.append(getattr(event, "text", ""))
 
-        row = Row(
-            generation=Generation(
-                request_id="bench",
-                lane=LaneName.TEXT_MTP,
-                prompt=Prompt(text=""),
-                sampling=Sampling(temperature=0),
-                spec_prefill=options,
-            ),
-            prompt=prompt,
-            seed=0,
-            max_tokens=answer_tokens,
-            ends=self._lane.ends,
-            draft_tokens=self._draft_tokens,
-            draft_tokens_fixed=True,
-            text=TextStream(self.prompts.decode),
-            speculation=SpeculationCounter(self._draft_tokens),
+        row = greedy_row(
+            self._prompts,
+            self._prompts.prepare(Prompt(text=self._prompts.chat(messages))),
+            self._draft_tokens,
+            answer_tokens,
             sink=on_event,
+            ends=self._lane.ends,
+            spec_prefill=options,
         )
         started_s = time.perf_counter()
         scoring_s = ttft_s = 0.0
@@ -143,68 +103,39 @@ class Bench:
                 scoring_s = now_s
             if row.answer and not ttft_s:
                 ttft_s = now_s
-        return TimedAnswer(
-            tokens=tuple(row.answer),
-            text="".join(texts).strip(),
-            skipped_tokens=row.skipped_tokens,
-            ttft_s=ttft_s,
-            scoring_s=scoring_s,
-            speculation=row.speculation.total(),
-        )
+        text = "".join(texts).strip()
+        return TimedAnswer(tuple(row.answer), text, ttft_s, scoring_s, row.speculation.total())
 
 
-def variants() -> list[Variant]:
-    """Return every length, read in full and with every share."""
-    option_sets = (
-        IN_FULL,
-        *(SpecPrefillOptions(sparse=True, keep_share=share) for share in KEEP_SHARES),
-    )
-    return [
-        Variant(prompt_tokens=tokens, options=options)
-        for tokens in PROMPT_TOKENS
-        for options in option_sets
-    ]
+def answer_all(
+    title: str, bench: Bench, prompts: Mapping[int, Sequence[Any]], count: int, answer_tokens: int
+) -> Answers:
+    """Answer the prompts of every length in every way, the ways in turns."""
+    answers: Answers = {variant: [] for variant in product(_PROMPT_TOKENS, _OPTIONS)}
+    for number in track(range(count), title):
+        for (length, options), kept in answers.items():
+            kept.append(bench.answer(prompts[length][number].messages, options, answer_tokens))
+    return answers
 
 
 def measure_quality(checkpoint: Checkpoint, questions: int) -> Grid:
     """Ask for facts in long prompts; count correct answers and those equal to a full prefill."""
     bench = Bench(checkpoint, checkpoint.target, draft_tokens=2)
-    prompts_by_length = {
-        tokens: held_out.fact_prompts(questions, tokens, seed=2) for tokens in PROMPT_TOKENS
-    }
-    all_variants = variants()
-    for number in track(range(questions), "Asking the demo model"):
-        for variant in all_variants:
-            messages = prompts_by_length[variant.prompt_tokens][number].messages
-            variant.answers.append(bench.answer(messages, variant.options, ANSWER_TOKENS))
-    full = {
-        variant.prompt_tokens: variant for variant in all_variants if variant.options is IN_FULL
-    }
-
-    def row(variant: Variant) -> tuple[str, ...]:
-        prompts = prompts_by_length[variant.prompt_tokens]
-        correct = mean(
-            answer.text == prompt.answer
-            for answer, prompt in zip(variant.answers, prompts, strict=True)
-        )
-        equal = mean(
-            answer.tokens == full_answer.tokens
-            for answer, full_answer in zip(
-                variant.answers, full[variant.prompt_tokens].answers, strict=True
-            )
-        )
-        drafts = sum((answer.speculation for answer in variant.answers), Speculation())
-        return (
-            *_labels(variant),
-            f"{correct:.0%}",
-            f"{equal:.0%}",
-            f"{drafts.acceptance_rate:.0%}",
-        )
-
+    prompts = {n: held_out.fact_prompts(questions, n, seed=2) for n in _PROMPT_TOKENS}
+    answers = answer_all("Asking the demo model", bench, prompts, questions, _ANSWER_TOKENS)
+    rows = []
+    for variant, given in answers.items():
+        full = answers[variant[0], _IN_FULL]
+        pairs = zip(given, prompts[variant[0]], strict=True)
+        correct = mean(answer.text == prompt.answer for answer, prompt in pairs)
+        equal = mean(one.tokens == other.tokens for one, other in zip(given, full, strict=True))
+        drafts = sum((answer.speculation for answer in given), Speculation())
+        shares = (correct, equal, drafts.acceptance_rate)
+        rows.append((*_labels(variant), *(f"{share:.0%}" for share in shares)))
     return Grid(
-        title=f"Facts found in long prompts by the demo model, {questions} questions per length",
-        columns=("prompt tokens", "selected", "correct", "equal to full", "drafts accepted"),
-        rows=tuple(row(variant) for variant in all_variants),
+        f"Facts found in long prompts by the demo model, {questions} questions per length",
+        ("prompt tokens", "selected", "correct", "equal to full", "drafts accepted"),
+        rows,
     )
 
 
@@ -212,32 +143,19 @@ def measure_latency(checkpoint: Checkpoint, repetitions: int) -> Grid:
     """Measure the first token of a large target with a small draft model."""
     target = large_target()
     bench = Bench(replace(checkpoint, target=target, head=None), checkpoint.target, draft_tokens=0)
-    all_variants = variants()
-    for number in track(range(repetitions), "Timing a large target"):
-        for variant in all_variants:
-            prompt = held_out.fact_prompts(repetitions, variant.prompt_tokens, seed=3)[number]
-            variant.answers.append(bench.answer(prompt.messages, variant.options, 1))
-    full_s = {
-        variant.prompt_tokens: _min_s(variant, lambda answer: answer.ttft_s)
-        for variant in all_variants
-        if variant.options is IN_FULL
-    }
-
-    def row(variant: Variant) -> tuple[str, ...]:
-        ttft_s = _min_s(variant, lambda answer: answer.ttft_s)
-        scoring_s = _min_s(variant, lambda answer: answer.scoring_s)
-        return (
-            *_labels(variant),
-            f"{1e3 * ttft_s:.0f}",
-            f"{1e3 * scoring_s:.0f}" if scoring_s else MISSING,
-            f"{full_s[variant.prompt_tokens] / ttft_s:.2f}",
-        )
-
+    prompts = {n: held_out.fact_prompts(repetitions, n, seed=3) for n in _PROMPT_TOKENS}
+    answers = answer_all("Timing a large target", bench, prompts, repetitions, 1)
+    rows = []
+    for variant, given in answers.items():
+        ttft_s, scoring_s = _min_s(given, _ttft_s), _min_s(given, lambda one: one.scoring_s)
+        full_s = _min_s(answers[variant[0], _IN_FULL], _ttft_s)
+        cells = f"{1e3 * ttft_s:.0f}", cell(scoring_s or None, 1e3), f"{full_s / ttft_s:.2f}"
+        rows.append((*_labels(variant), *cells))
     ratio = _parameters(target) / _parameters(checkpoint.target)
     return Grid(
-        title=f"First token of a target {ratio:.0f} times as large as its draft model",
-        columns=("prompt tokens", "selected", "first token, ms", "draft only, ms", "speedup"),
-        rows=tuple(row(variant) for variant in all_variants),
+        f"First token of a target {ratio:.0f} times as large as its draft model",
+        ("prompt tokens", "selected", "first token, ms", "draft only, ms", "speedup"),
+        rows,
     )
 
 
@@ -262,40 +180,36 @@ def _parameters(target: Target) -> int:
     return sum(array.size for _, array in tree_flatten(target.language.parameters()))
 
 
-def _labels(variant: Variant) -> tuple[str, str]:
-    share = variant.options.keep_share
-    return str(variant.prompt_tokens), "in full" if share is None else f"{share:.0%}"
+def _labels(variant: Variant) -> tuple[int, str]:
+    share = variant[1].keep_share
+    return variant[0], "in full" if share is None else f"{share:.0%}"
 
 
-def _min_s(variant: Variant, time_of: Callable[[TimedAnswer], float]) -> float:
+def _ttft_s(answer: TimedAnswer) -> float:
+    return answer.ttft_s
+
+
+def _min_s(answers: Sequence[TimedAnswer], time_of: Callable[[TimedAnswer], float]) -> float:
     """Return the minimum of all repetitions: other processes only add time."""
-    return min(time_of(answer) for answer in variant.answers)
+    return min(map(time_of, answers))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.engine.spec_prefill", description=__doc__
-    )
-    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
-    parser.add_argument(
-        "--questions", type=int, default=40, help="questions for each prompt length"
-    )
-    parser.add_argument("--repetitions", type=int, default=3, help="timings at each length")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    made = parser("engine.spec_prefill", __doc__, quick=False, model=True)
+    made.add_argument("--questions", type=int, default=40, help="for each prompt length")
+    made.add_argument("--repetitions", type=int, default=3, help="timings at each length")
+    options = made.parse_args()
     checkpoint = load_checkpoint(options.model)
     grids = (
         measure_quality(checkpoint, options.questions),
         measure_latency(checkpoint, options.repetitions),
     )
-    console = Console(highlight=False)
-    for grid in grids:
-        console.print(grid.to_table())
-    metadata = f"{provenance()}, MLX {version('mlx')}. Greedy answers; the demo model is the draft."
+    about = f"{provenance()}, MLX {version('mlx')}. Greedy answers; the demo model is the draft."
     noise = (
         "A full prefill and 100% selected are the same work: the difference of their times is "
         "the noise."
     )
-    write_page(RESULTS / "spec_prefill.md", "SpecPrefill", metadata, noise, *grids)
+    report("spec_prefill.md", "SpecPrefill", about, noise, *grids)
 
 
 if __name__ == "__main__":

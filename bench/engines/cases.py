@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import httpx
 from PIL import Image
@@ -30,11 +29,9 @@ LONG: Final = "word " * 60_000
 _ANSWER_CHARS: Final = 48
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class Seen(NamedTuple):
     """What a client has seen of one case."""
 
-    case: str
     status: int
     text: str
     """The answer, or the code and the field of the error."""
@@ -47,12 +44,10 @@ class Seen:
 
 
 def chat(text: object, **fields: Any) -> dict[str, Any]:
-    """Return the body of a chat."""
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 24, **fields}
 
 
 def picture() -> list[dict[str, Any]]:
-    """Return a question about a red square."""
     image = Image.new("RGB", (64, 64), (220, 30, 30))
     return [
         {"type": "image_url", "image_url": {"url": encode_image(image)}},
@@ -61,7 +56,6 @@ def picture() -> list[dict[str, Any]]:
 
 
 def bodies() -> Mapping[str, tuple[str, dict[str, Any]]]:
-    """Return the path and the body of each case."""
     chats = "/v1/chat/completions"
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
@@ -95,19 +89,18 @@ def bodies() -> Mapping[str, tuple[str, dict[str, Any]]]:
 
 
 def run_case(client: httpx.Client, model: str, name: str) -> Seen:
-    """Send one request, and return what the client sees."""
     path, body = bodies()[name]
     response = client.post(path, json={"model": model, **body})
-    return Seen(case=name, status=response.status_code, text=_text_of(response, path, body))
+    return Seen(response.status_code, _text_of(response, path, body))
 
 
-def run_cases(
-    client: httpx.Client, model: str, told: Callable[[Seen], None], *, long_prompts: bool
-) -> None:
-    """Run all cases, one after another."""
-    for name in bodies():
-        if long_prompts or not name.startswith("too long"):
-            told(run_case(client, model, name))
+def run_cases(client: httpx.Client, model: str, *, long_prompts: bool) -> dict[str, str]:
+    """Run all cases, one after another; return what the client sees of each."""
+    return {
+        name: run_case(client, model, name).verdict
+        for name in bodies()
+        if long_prompts or not name.startswith("too long")
+    }
 
 
 def _text_of(response: httpx.Response, path: str, body: Mapping[str, Any]) -> str:

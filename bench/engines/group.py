@@ -23,14 +23,13 @@ from typing import Final
 import httpx
 from rich.console import Console
 
-from bench.failover.silence import can_cut_links
+from bench.failover.failures import can_cut_links
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import MISSING, Grid, provenance, write_page
+from bench.harness.tables import MISSING, Grid, provenance, report
 from tests.support.openai_requests import LONG_TEXT, text_body
 from tests.support.worker_process import WorkerProcess, wait_until_ready, worker_process
 from workers.settings import Split
 
-RESULTS = Path(__file__).parents[1] / "results" / "group.md"
 _CHAT = "/v1/chat/completions"
 _WITHIN_S = 120.0
 _LEFT: tuple[dict[str, object], ...] = (
@@ -114,7 +113,6 @@ def _link(rank: int, *, up: bool) -> None:
 
 
 def _try_group(ranks: int, split: Split, folder: Path, *, cuts: bool, console: Console) -> Grid:
-    """Let all faults befall a group, one after another."""
     rows: list[tuple[str, str, str]] = []
 
     def add(*row: str) -> None:
@@ -148,11 +146,8 @@ def _try_group(ranks: int, split: Split, folder: Path, *, cuts: bool, console: C
                     _link(rank, up=True)
                 again_s = _answered_after_s(client, since_s)
                 add(f"{name} rank {rank}", f"{ended_s:.1f} s", f"{again_s:.1f} s")
-    return Grid(
-        title=f"{ranks} ranks, split by {split}",
-        columns=("fault", "stream ended after", "and answered again after"),
-        rows=tuple(rows),
-    )
+    columns = ("fault", "stream ended after", "and answered again after")
+    return Grid(f"{ranks} ranks, split by {split}", columns, rows)
 
 
 def main() -> None:
@@ -165,10 +160,8 @@ def main() -> None:
             _try_group(ranks, split, Path(folder), cuts=cuts, console=console)
             for ranks, split in _GROUPS
         ]
-    for grid in grids:
-        Console().print(grid.to_table())
     about = f"Measured {provenance()}, demo checkpoint, by `python -m bench.engines.group`."
-    write_page(RESULTS, "A group of ranks", about, *grids)
+    report("group.md", "A group of ranks", about, *grids)
 
 
 if __name__ == "__main__":

@@ -7,43 +7,36 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
-from bench.harness.contenders import Contender
-from bench.harness.venvs import PeerUnavailable, Venv, last_line
+from bench.harness.servers import Contender
+from bench.harness.venvs import PeerUnavailable, last_line
 
 _SOURCES: Final = "llama-cpp-python==0.3.36"
-_VENV: Final = Venv(name="llama.cpp", pins=("gguf==0.19.0", "cmake==4.4.5", "ninja==1.13.2"))
+_PINS: Final = ("gguf==0.19.0", "cmake==4.4.5", "ninja==1.13.2")
 _WRITER: Final = Path(__file__).with_name("tiny_gguf.py")
 _OPTIONS: Final = (
     *"-G Ninja -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_UI=OFF".split(),
     *"-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF".split(),
     "-DLLAMA_BUILD_EXAMPLES=OFF",
 )
-_ARGUMENTS: Final = (
-    *"-m {model} --alias tiny --host 127.0.0.1 --port {port} --jinja".split(),
-    *"--parallel 4 --ctx-size 8192 --threads 1".split(),
+_COMMAND: Final = (
+    "{program} -m {model} --alias tiny --host 127.0.0.1 --port {port} --jinja "
+    "--parallel 4 --ctx-size 8192 --threads 1"
 )
-
-
-class _LlamaServer(Contender):
-    """A `llama-server`, whose version is that of the sources."""
-
-    @property
-    def version(self) -> str:
-        """Return the package that brings the sources, and its version."""
-        return f"of {_SOURCES.replace('==', ' ')}"
-
-
-LLAMA_SERVERS: Final = (
-    _LlamaServer(name="llama.cpp", venv=_VENV, arguments=_ARGUMENTS),
-    _LlamaServer(
-        name="llama.cpp+draft",
-        venv=_VENV,
-        arguments=(
-            *_ARGUMENTS,
-            *"--model-draft {model} --spec-type draft-simple --spec-draft-n-max 3".split(),
+LLAMA_SERVERS: Final = tuple(
+    Contender(
+        name=name,
+        pins=_PINS,
+        environment="llama.cpp",
+        command=_COMMAND + more,
+        version=f"of {_SOURCES.replace('==', ' ')}",
+    )
+    for name, more in (
+        ("llama.cpp", ""),
+        (
+            "llama.cpp+draft",
+            " --model-draft {model} --spec-type draft-simple --spec-draft-n-max 3",
         ),
-        mtp=True,
-    ),
+    )
 )
 
 

@@ -127,7 +127,6 @@ class FailingRelay(Recorder):
     asked: int = 0
 
     async def __call__(self, connection: ServerConnection, request: Request) -> None:
-        """Fail or relay one request."""
         if request.method == "POST":
             self.asked += 1
             if self.asked % 10:

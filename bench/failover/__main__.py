@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -23,234 +24,203 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-from bench.failover.cuts import cut_streams
+from bench.failover import failures
+from bench.failover.failures import Advance, Seen
 from bench.failover.gateways import kill_gateways
-from bench.failover.kills import kill_workers
-from bench.failover.price import measure_price
-from bench.failover.silence import Silence, can_cut_links, cut_links, sleeping_workers
 from bench.failover.streams import Comparison
-from bench.gateway.contenders import gateway_parser
+from bench.gateway import backend
+from bench.gateway.contenders import OURS, running_backend, running_gateway
+from bench.gateway.load import send_staggered
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.tables import MISSING, Grid, provenance, write_page
+from bench.harness.options import CACHE, parser
+from bench.harness.process_cost import cpu_s
+from bench.harness.tables import MISSING, RESULTS, Grid, provenance, show, write_page
 
-RESULTS: Final = Path(__file__).parents[1] / "results" / "failover.md"
-KEPT: Final = RESULTS.with_suffix(".json")
+_KEPT: Final = RESULTS / "failover.json"
 """The last result of each part, since the parts may run at different times."""
+_STREAMS: Final = 50
+_ROUNDS: Final = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One number, and whether it reaches its target."""
-
-    name: str
-    reached: str
-    target: str = MISSING
-    met: bool | None = None
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Part:
-    """The results of one part."""
+    """The results of one part: rows of a name, a number, its target and whether it is met."""
 
     measured: str = ""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[tuple[str, str, str, bool | None]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def add(
         self, name: str, reached: str, target: str = MISSING, *, met: bool | None = None
     ) -> None:
-        """Add a row."""
-        self.rows.append(Row(name=name, reached=reached, target=target, met=met))
+        self.rows.append((name, reached, target, met))
+
+    def at_most(self, name: str, reached: float, bound: float, form: str) -> None:
+        self.add(name, form.format(reached), f"<= {bound:g}", met=reached <= bound)
 
     def compared(self, name: str, compared: Comparison) -> None:
-        """Add how many streams were equal."""
         reached = f"{compared.equal} of {compared.streams}"
         self.add(f"{name}: streams equal", reached, "all", met=not compared.unlike)
         self.notes += compared.unlike
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The sizes of a run."""
-
-    log_dir: Path
-    kills: int
-    cuts: int
-    turns: int
-    silences: int = 3
-    gateways: int = 4
-
-
-Measure = Callable[[Options, Path, Callable[[], None]], Coroutine[Any, Any, Part]]
-
-
-async def _kills(options: Options, home: Path, advance: Callable[[], None]) -> Part:
+async def _kills(size: int, home: Path, advance: Advance) -> Part:
     part = Part()
-    rng = random.Random(7)  # chooses when
-    seen = await kill_workers(options.kills, rng, home, advance)
+    seen = await failures.kill_workers(size, home, advance)
     part.compared("workers killed in a stream", seen.compared)
     if seen.gaps_s:
-        gaps = sorted(seen.gaps_s)
-        over = sorted(seen.over_s)
-        within = sum(one <= 0.2 for one in over)
-        part.add(
-            "from the end of its connections to the next text, median", f"{median(gaps):.3f} s"
-        )
-        part.add("the same, worst", f"{gaps[-1]:.3f} s")
-        ratio = f"{median(seen.ratios):.2f}"
-        part.add("the same beside the survivor's TTFT for that prefix, median ratio", ratio)
-        part.add(
-            "the same less 1.2 x that TTFT, median", f"{median(over):.3f} s", "<= 0.2 s",
-            met=median(over) <= 0.2,
-        )  # fmt: skip
-        part.add("kills with at most 1.2 x that TTFT + 0.2 s", f"{within} of {len(over)}")
+        pairs = [*zip(seen.gaps_s, seen.ttfts_s, strict=True)]
+        over_s = [gap_s - 1.2 * ttft_s for gap_s, ttft_s in pairs]
+        gap_s, ratio = median(seen.gaps_s), median(gap / ttft for gap, ttft in pairs)
+        part.add("from the end of its connections to the next text, median", f"{gap_s:.3f} s")
+        part.add("the same, worst", f"{max(seen.gaps_s):.3f} s")
+        name = "the same beside the survivor's TTFT for that prefix, median ratio"
+        part.add(name, f"{ratio:.2f}")
+        part.at_most("the same less 1.2 x that TTFT, median", median(over_s), 0.2, "{:.3f} s")
+        within = sum(one <= 0.2 for one in over_s)
+        part.add("kills with at most 1.2 x that TTFT + 0.2 s", f"{within} of {len(over_s)}")
     if seen.line_bytes:
-        kept = max(seen.line_bytes)
-        part.add("bytes kept of a token", f"{kept:.1f}", "<= 16", met=kept <= 16)
+        part.at_most("bytes kept of a token", max(seen.line_bytes), 16, "{:.1f}")
     return part
 
 
-async def _cuts(options: Options, home: Path, advance: Callable[[], None]) -> Part:
+async def _cuts(size: int, home: Path, advance: Advance) -> Part:
     part = Part()
-    seen = await cut_streams(options.cuts, random.Random(7), home, advance)
+    seen = await failures.cut_streams(size, home, advance)
     part.compared("connections cut at a chosen byte", seen.compared)
     part.add("of these, cut before their end", str(seen.reached))
     return part
 
 
-def _silence(part: Part, name: str, seen: Silence) -> Part:
+async def _silence(
+    name: str,
+    fail: Callable[[int, Path, Advance], Coroutine[Any, Any, Seen]],
+    size: int,
+    home: Path,
+    advance: Advance,
+) -> Part:
+    if fail is failures.cut_links and not failures.can_cut_links():
+        return Part(notes=["links were not cut: that needs root on Linux"])
+    part = Part()
+    seen = await fail(size, home, advance)
     part.compared(name, seen.compared)
     if seen.gaps_s:
-        worst = max(seen.gaps_s)
         part.add(f"{name}: to the next text, median", f"{median(seen.gaps_s):.1f} s")
-        part.add(f"{name}: worst", f"{worst:.1f} s", "<= 10 s", met=worst <= 10)
+        part.at_most(f"{name}: worst", max(seen.gaps_s), 10, "{:.1f} s")
     if seen.backs_s:
-        worst = max(seen.backs_s)
-        part.add(
-            f"{name}: back until used again, worst", f"{worst:.1f} s", "<= 10 s", met=worst <= 10
-        )
+        title = f"{name}: back until used again, worst"
+        part.at_most(title, max(seen.backs_s), 10, "{:.1f} s")
     return part
 
 
-async def _sleeps(options: Options, home: Path, advance: Callable[[], None]) -> Part:
-    seen = await sleeping_workers(options.silences, home, advance)
-    return _silence(Part(), "workers asleep (SIGSTOP)", seen)
-
-
-async def _links(options: Options, home: Path, advance: Callable[[], None]) -> Part:
-    if not can_cut_links():
-        return Part(notes=["links were not cut: that needs root on Linux"])
-    seen = await cut_links(options.silences, home, advance)
-    return _silence(Part(), "links cut (network namespace)", seen)
-
-
-async def _gateways(options: Options, home: Path, advance: Callable[[], None]) -> Part:
+async def _gateways(size: int, home: Path, advance: Advance) -> Part:
     part = Part()
-    seen = await asyncio.to_thread(kill_gateways, options.gateways, home, advance)
-    worst = max(seen.next_s)
-    part.add("one of two gateways killed: kills", str(options.gateways))
-    part.add(
-        "until the next request was answered, worst", f"{worst:.3f} s", "<= 1 s", met=worst <= 1
-    )
-    part.add(
-        "requests begun in the 3 s after a kill that failed", f"{seen.failed} of {seen.begun}", "0",
-        met=not seen.failed,
-    )  # fmt: skip
+    seen = await asyncio.to_thread(kill_gateways, size, home, advance)
+    part.add("one of two gateways killed: kills", str(size))
+    name = "until the next request was answered, worst"
+    part.at_most(name, max(seen.next_s), 1, "{:.3f} s")
+    name, failed = "requests begun in the 3 s after a kill that failed", seen.failed
+    part.add(name, f"{failed} of {seen.begun}", "0", met=not failed)
     part.add("requests of the killed gateways that failed", str(seen.interrupted))
     part.notes += seen.notes
     return part
 
 
-async def _price(options: Options, _home: Path, advance: Callable[[], None]) -> Part:
+async def _price(size: int, _home: Path, advance: Advance) -> Part:
+    """Measure the CPU time of our gateway per event of paced streams while nobody dies.
+
+    Two gateways take turns in front of the same worker. To one it tells its tokens, to the other,
+    which has no fingerprint of the model, not.
+    """
+    samples: dict[str, list[float]] = {"": [], backend.FINGERPRINT: []}
+    async with AsyncExitStack() as stack:
+        worker_port = await stack.enter_async_context(running_backend())
+        gateways = [
+            (
+                await stack.enter_async_context(running_gateway(OURS, CACHE, worker_port, one)),
+                samples[one],
+            )
+            for one in samples
+        ]
+        for turn in range(size + 1):
+            for gateway, kept in gateways if turn % 2 else reversed(gateways):
+                before_s = cpu_s(gateway.process_id)
+                answers = await send_staggered(gateway.port, streams=_STREAMS, rounds=_ROUNDS)
+                used_s = cpu_s(gateway.process_id) - before_s
+                if turn:  # the first one warms up
+                    kept.append(used_s / len(answers) / backend.EVENTS)
+            if turn:
+                advance()
+    without, told = (median(values) * 1e6 for values in samples.values())
     part = Part()
-    price = await measure_price(options.turns, options.log_dir, advance)
-    without, told = price["without lines"], price["with lines"]
+    name = "CPU of the gateway per event of paced streams, no tokens told"
+    part.add(name, f"{without:.1f} us")
     part.add(
-        "CPU of the gateway per event of paced streams, no tokens told", f"{without * 1e6:.1f} us"
+        f"the same with tokens told, medians of {size} in turns",
+        f"{told:.1f} us ({told / without - 1:+.1%})",
+        "<= +10%",
+        met=told <= 1.1 * without,
     )
-    part.add(
-        f"the same with tokens told, medians of {options.turns} in turns",
-        f"{told * 1e6:.1f} us ({told / without - 1:+.1%})", "<= +10%", met=told <= 1.1 * without,
-    )  # fmt: skip
     return part
 
 
-PARTS: Final[Mapping[str, tuple[str, Measure]]] = {
-    "kills": ("kills", _kills),
-    "cuts": ("cuts", _cuts),
-    "sleeps": ("silences", _sleeps),
-    "links": ("silences", _links),
-    "gateways": ("gateways", _gateways),
-    "price": ("turns", _price),
+Measure = Callable[[int, Path, Advance], Coroutine[Any, Any, Part]]
+_ASLEEP: Final = partial(_silence, "workers asleep (SIGSTOP)", failures.sleeping_workers)
+_CUT_OFF: Final = partial(_silence, "links cut (network namespace)", failures.cut_links)
+PARTS: Final[Mapping[str, tuple[str, int, int, Measure]]] = {
+    "kills": ("kills", 100, 2, _kills),
+    "cuts": ("cuts", 900, 4, _cuts),
+    "sleeps": ("silences", 3, 1, _ASLEEP),
+    "links": ("silences", 3, 1, _CUT_OFF),
+    "gateways": ("gateways", 4, 1, _gateways),
+    "price": ("turns", 9, 1, _price),
 }
-"""The name of the size of each part, and the part."""
+"""The option of the size of each part, the size in a whole and in a quick run, and the part."""
 
 
 def grid_of(parts: Mapping[str, Part]) -> Grid:
-    """Return the table of all parts."""
     words = {True: "yes", False: "NO", None: ""}
-    return Grid(
-        title="Streams that go on",
-        columns=("", "reached", "target", "met"),
-        rows=tuple(
-            (row.name, row.reached, row.target, words[row.met])
-            for part in parts.values()
-            for row in part.rows
-        ),
-    )
+    rows = [(*row[:3], words[row[3]]) for part in parts.values() for row in part.rows]
+    return Grid("Streams that go on", ("", "reached", "target", "met"), rows)
 
 
-def _kept() -> dict[str, Part]:
-    if not KEPT.exists():
-        return {}
-    loaded: dict[str, dict[str, Any]] = json.loads(KEPT.read_text())
-    return {
-        name: Part(**{**part, "rows": [Row(**row) for row in part["rows"]]})
-        for name, part in loaded.items()
-    }
-
-
-def _write(parts: Mapping[str, Part]) -> None:
-    ordered = {name: parts[name] for name in PARTS if name in parts}
-    KEPT.write_text(
-        json.dumps({name: asdict(part) for name, part in ordered.items()}, indent=1) + "\n"
-    )
+def _write(name: str, part: Part) -> None:
+    """Keep the result of a part, and write the page of all."""
+    kept = json.loads(_KEPT.read_text()) if _KEPT.exists() else {}
+    kept[name] = asdict(part)
+    parts = {one: Part(**kept[one]) for one in PARTS if one in kept}
+    _KEPT.write_text(json.dumps({one: kept[one] for one in parts}, indent=1) + "\n")
     about = "Demo checkpoint in float32, by `python -m bench.failover`:\n\n"
-    about += "\n".join(f"- {name}: {part.measured}" for name, part in ordered.items())
-    notes = [f"- {name}: {note}" for name, part in ordered.items() for note in part.notes]
-    write_page(RESULTS, "Failover", about, grid_of(ordered), "\n".join(notes))
+    about += "\n".join(f"- {one}: {found.measured}" for one, found in parts.items())
+    notes = [f"- {one}: {note}" for one, found in parts.items() for note in found.notes]
+    write_page("failover.md", "Failover", about, grid_of(parts), "\n".join(notes))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = gateway_parser("bench.failover", __doc__)
-    add = parser.add_argument
-    for name, size in (("kills", 100), ("cuts", 900), ("turns", 9)):
-        add(f"--{name}", type=int, default=size, metavar="N")
-    add("--parts", default=",".join(PARTS), help="comma-separated (default: all)")
-    given = parser.parse_args(arguments)
-    chosen = given.parts.split(",")
+def main() -> int:
+    made = parser("failover", __doc__)
+    for name, size, _, _ in PARTS.values():
+        if name != "silences":
+            made.add_argument(f"--{name}", type=int, default=size, metavar="N")
+    made.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: all)")
+    options = made.parse_args()
+    chosen = options.parts.split(",")
     if unknown := set(chosen) - set(PARTS):
-        parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    options = Options(log_dir=given.log_dir, kills=given.kills, cuts=given.cuts, turns=given.turns)
-    if given.quick:
-        options = replace(options, kills=2, cuts=4, turns=1, silences=1, gateways=1)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        made.error(f"unknown: {', '.join(sorted(unknown))}")
     parts: dict[str, Part] = {}
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for name in chosen:
-            size_name, measure = PARTS[name]
-            task = progress.add_task(name, total=getattr(options, size_name))
+            option, whole, quick, measure = PARTS[name]
+            size = quick if options.quick else getattr(options, option, whole)
+            task = progress.add_task(name, total=size)
             with tempfile.TemporaryDirectory(prefix="paceline-bench-") as home:
-                advance = lambda task=task: progress.advance(task)  # noqa: E731
-                parts[name] = asyncio.run(measure(options, Path(home), advance))
+                advance = partial(progress.advance, task)
+                parts[name] = asyncio.run(measure(size, Path(home), advance))
             parts[name].measured = provenance()
-            if not given.quick:
-                _write({**_kept(), name: parts[name]})
-    console.print(grid_of(parts).to_table())
-    for note in (note for part in parts.values() for note in part.notes):
-        console.print(note)
-    return any(row.met is False for part in parts.values() for row in part.rows)
+            if not options.quick:
+                _write(name, parts[name])
+    show(grid_of(parts), *(note for part in parts.values() for note in part.notes))
+    return any(row[3] is False for part in parts.values() for row in part.rows)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import httpx
 
@@ -24,7 +25,7 @@ _BEFORE: Final = 50
 _AFTER_S: Final = 3.0
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class GatewayKills:
     """What clients saw of the kills."""
 
@@ -39,11 +40,14 @@ class GatewayKills:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Asked(NamedTuple):
     began_s: float
     ended_s: float
     status: int
+
+
+def _are_under_way(asked: Sequence[_Asked]) -> bool:
+    return len(asked) >= _BEFORE
 
 
 def kill_gateways(kills: int, home: Path, advance: Callable[[], None]) -> GatewayKills:
@@ -54,17 +58,13 @@ def kill_gateways(kills: int, home: Path, advance: Callable[[], None]) -> Gatewa
         folder.mkdir()
         with running_front(folder) as front, front.joined():
             with _asking(front) as asked:
-                _wait_for_answers(asked)
+                wait_until(partial(_are_under_way, asked))
                 front.kill(front.dns.addresses[number % 2])
                 killed_s = time.monotonic()
                 time.sleep(_AFTER_S)
             _judge(seen, asked, killed_s)
         advance()
     return seen
-
-
-def _wait_for_answers(asked: list[_Asked]) -> None:
-    wait_until(lambda: len(asked) >= _BEFORE)
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def _asking(front: NginxClient) -> Iterator[list[_Asked]]:
                     status = client.post(PATH, json=chat_body()).status_code
                 except httpx.HTTPError:
                     status = 0
-                asked.append(_Asked(began_s=began_s, ended_s=time.monotonic(), status=status))
+                asked.append(_Asked(began_s, time.monotonic(), status))
 
     with ThreadPoolExecutor(_CLIENTS) as clients:
         running = [clients.submit(ask) for _ in range(_CLIENTS)]

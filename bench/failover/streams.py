@@ -36,7 +36,7 @@ def body_of(kind: str, *, number: int = 0, max_tokens: int = 160) -> dict[str, A
     }
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Comparison:
     """How many streams were equal to those without a failure."""
 
@@ -79,7 +79,7 @@ async def near_tie(
     return f"they part at character {at}"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class FailingStream:
     """A stream whose worker fails, as its client sees it."""
 
@@ -98,11 +98,9 @@ class FailingStream:
 
     @property
     def gap_s(self) -> float:
-        """Return the time from the failure to the next text."""
         return self.next_s - self.failed_s
 
     def add(self, piece: bytes) -> None:
-        """Read a piece."""
         now_s = time.perf_counter()
         self.received += piece
         if self.failed_s and not self.next_s and (moved := self.moved):

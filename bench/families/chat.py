@@ -46,7 +46,6 @@ class ChatChecks:
 
 
 def check_chat(name: str, template: str, calls: int = CALLS) -> ChatChecks:
-    """Render calls and a thought by a template, and read them back."""
     problems: list[str] = []
     tools = reasoning = "NO"
     try:

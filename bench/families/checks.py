@@ -16,23 +16,20 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from bench.harness.lane import greedy_row, lane_of
 from paceline.protocol import DraftSource
-from paceline.request.profile import Sampling
-from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.decode.row import Row
 from workers.engine.lane.memory import MemoryEstimate
-from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import CompiledPasses
 from workers.engine.model.windows import FamilyWindow, window_tokens
-from workers.engine.prefix.cache import PrefixCache
 from workers.engine.startup.probes import (
     probe_compiled_passes,
     probe_native_verify,
     probe_shared_rows,
 )
-from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Finished, Generation, LaneName, Prompt
+from workers.engine.types import Finished
 
 TIE: Final = 1e-3
 """Two scores that are closer are a tie, which the order of summation may decide either way."""
@@ -156,14 +153,18 @@ class _Runner:
         self._target = checkpoint.target
         self._answer_tokens = answer_tokens
         self._prompts = PromptRenderer(checkpoint.processor)
-        self._lane = LaneScheduler(
-            LaneName.TEXT_MTP, checkpoint, self._prompts,
-            prefix_cache=PrefixCache(1 << 30), draft_tokens=DRAFT_TOKENS, max_rows=4,
-            prefill_chunk_tokens=_CHUNK_TOKENS, prefill_budget_s=60.0, memory=_MEMORY,
-        )  # fmt: skip
+        self._lane = lane_of(
+            checkpoint,
+            self._prompts,
+            DRAFT_TOKENS,
+            max_rows=4,
+            cache_bytes=1 << 30,
+            chunk_tokens=_CHUNK_TOKENS,
+            budget_s=60.0,
+            memory=_MEMORY,
+        )
 
     def answer(self, prompts: Sequence[Sequence[int]]) -> _Answers:
-        """Answer prompts at once."""
         ends: list[object] = []
         rows = [self._row(prompt, ends) for prompt in prompts]
         for row in rows:
@@ -197,24 +198,16 @@ class _Runner:
             if isinstance(event, Finished | Exception):
                 ends.append(event)
 
-        return Row(
-            generation=Generation(
-                request_id="check",
-                lane=self._lane.name,
-                prompt=Prompt(),
-                sampling=Sampling(temperature=0),
-            ),
-            prompt=PreparedPrompt(tokens=tuple(tokens), scope="", turn_tokens=len(tokens) - 4),
-            seed=0,
-            max_tokens=self._answer_tokens,
+        prompt = PreparedPrompt(tokens=tuple(tokens), scope="", turn_tokens=len(tokens) - 4)
+        return greedy_row(
+            self._prompts,
+            prompt,
+            DRAFT_TOKENS,
+            self._answer_tokens,
+            sink=sink,
             ends=self._lane.ends,
-            draft_tokens=DRAFT_TOKENS,
-            draft_tokens_fixed=True,
             with_head=self._lane.has_head,
             looks_up=True,
-            text=TextStream(self._prompts.decode),
-            speculation=SpeculationCounter(DRAFT_TOKENS),
-            sink=sink,
         )
 
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Final, NamedTuple
 
-from rich.console import Console
-
-from bench.harness.tables import Grid
+from bench.harness.tables import Grid, report
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import WorkerRegistry
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -26,10 +23,7 @@ from paceline.protocol import LaneReport, WorkerReport
 from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.document import default_policy
 
-RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_cost.md"
 _INTRODUCTION: Final = """\
-# Cost of a routing decision
-
 `python -m bench.fleet.cost`: the view of the fleet, the holders of the conversation, and the
 decision; then the same after a change of the fleet, with a slot acquired and released, as under
 load. CPU time of one process, minimum and median of all runs.
@@ -57,7 +51,6 @@ class Cost(NamedTuple):
 
 
 def _reports(workers: int) -> Iterator[WorkerReport]:
-    """Yield reports of workers with measured speeds and some load."""
     rng = Random(1)
     for number in range(workers):
         lanes = [
@@ -79,7 +72,6 @@ def _reports(workers: int) -> Iterator[WorkerReport]:
 
 
 def _prompt(number: int) -> PrefixKeys:
-    """Return the keys of a conversation with a system prompt."""
     messages = 2 * _TURNS
     ends = [
         PrefixEnd(f"{number:04}{at:04}".encode(), 1000 * at, at) for at in range(messages, 0, -1)
@@ -102,24 +94,27 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
     ]
 
     def send_heartbeats() -> None:
-        for report in reports:
-            fleet.heartbeat(report)
+        for one in reports:
+            fleet.heartbeat(one)
 
     send_heartbeats()
-    views = [prefixes.annotate(fleet.view(), request.prefix) for request in requests]
+    view = fleet.view()
+    caches = [prefixes.cached(request.prefix) for request in requests]
 
-    def annotate_views() -> None:
+    def take_views() -> None:
         for request in requests:
-            prefixes.annotate(fleet.view(), request.prefix)
+            fleet.view()
+            prefixes.cached(request.prefix)
 
     def decide_all() -> None:
-        for request, view in zip(requests, views, strict=True):
-            decide(request, view, rng, first_only=True)
+        for request, cached in zip(requests, caches, strict=True):
+            decide(request, view, time.monotonic(), rng, cached, first_only=True)
 
     def dispatch_all() -> None:
         for request in requests:
-            view = prefixes.annotate(fleet.view(), request.prefix)
-            for candidate in decide(request, view, rng, first_only=True).candidates:
+            cached = prefixes.cached(request.prefix)
+            decision = decide(request, fleet.view(), time.monotonic(), rng, cached, first_only=True)
+            for candidate in decision.candidates:
                 if (lease := fleet.acquire(candidate)) is not None:
                     fleet.release(lease, AttemptResult.SUCCEEDED)
                     break
@@ -128,7 +123,7 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
 
     view_us, decision_us, dispatch_us = (
         _measure_runs(function, send_heartbeats)
-        for function in (annotate_views, decide_all, dispatch_all)
+        for function in (take_views, decide_all, dispatch_all)
     )
     return Cost(
         min(view_us) + min(decision_us), median(view_us) + median(decision_us), min(dispatch_us)
@@ -154,21 +149,12 @@ def main() -> None:
             rows.append((f"{workers}, {kind}", *(f"{figure:.1f}" for figure in cost)))
             if workers == _WORKERS[-1]:
                 reached_us = max(reached_us, cost.decision_us)
-    grid = Grid(
-        title=f"CPU microseconds of a decision, with {_PROMPTS:,} conversations of {_TURNS} turns",
-        columns=(
-            "workers, request",
-            "decision, minimum",
-            "... median",
-            "with slot and change, minimum",
-        ),
-        rows=tuple(rows),
-    )
+    title = f"CPU microseconds of a decision, with {_PROMPTS:,} conversations of {_TURNS} turns"
+    columns = ("workers, request", "decision, minimum", "... median")
+    grid = Grid(title, (*columns, "with slot and change, minimum"), rows)
     met = "met" if reached_us <= TARGET_US else "NOT met"
     result = f"Target: at most {TARGET_US:.0f} us with {_WORKERS[-1]} workers; {met}."
-    Console(highlight=False, width=100).print(grid.to_table())
-    print(result)
-    RESULTS.write_text(f"{_INTRODUCTION}\n{grid.to_markdown()}\n{result}\n")
+    report("fleet_cost.md", "Cost of a routing decision", _INTRODUCTION, grid, result)
 
 
 if __name__ == "__main__":

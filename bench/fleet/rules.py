@@ -9,7 +9,6 @@ from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from random import Random
-from typing import Protocol
 
 from bench.fleet.world import Mac, SimulatedRequest
 from gateway.fleet.circuit_breaker import AttemptResult
@@ -29,13 +28,14 @@ _SYNC_INTERVAL_S = 0.5
 """The interval of synchronisation between gateways."""
 
 
-class Rule(Protocol):
+class Rule:
     """A routing rule. `record_sent` and `record_end` report the requests of the gateway itself."""
 
     name: str
 
     def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         """Return the index of a Mac; None queues the request until another one has ended."""
+        raise NotImplementedError
 
     def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
         """Record that the request was sent."""
@@ -44,15 +44,7 @@ class Rule(Protocol):
         """Record the end of a request; `cached_tokens` is None after a failure."""
 
 
-class _Stateless:
-    def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
-        """Do nothing."""
-
-    def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
-        """Do nothing."""
-
-
-class RoundRobin(_Stateless):
+class RoundRobin(Rule):
     """Each Mac in rotation."""
 
     name = "round robin"
@@ -68,7 +60,7 @@ class RoundRobin(_Stateless):
         return self._next
 
 
-class LeastLoad(_Stateless):
+class LeastLoad(Rule):
     """The Mac with the fewest requests per slot."""
 
     name = "least load"
@@ -77,7 +69,7 @@ class LeastLoad(_Stateless):
         return min(_open(macs), key=lambda at: macs[at].in_flight / macs[at].kind.slots)
 
 
-class BoundedHashing(_Stateless):
+class BoundedHashing(Rule):
     """Consistent hashing, bounded to 1.25 of the mean load (Mirrokni, 2016).
 
     It hashes the system prompt, or the session, as if clients named theirs.
@@ -101,7 +93,7 @@ class BoundedHashing(_Stateless):
         return min(_open(macs), key=lambda at: macs[at].in_flight)
 
 
-class CacheAware:
+class CacheAware(Rule):
     """SGLang's router: the longest match, unless loads differ by more than its thresholds.
 
     Its default threshold is a difference of 64 requests; here it is one lane, which suits fleets of
@@ -136,11 +128,8 @@ class CacheAware:
             self._counts_by_key[end.key][at] += 1
             begin = end.tokens
 
-    def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
-        """Do nothing."""
 
-
-class Oracle(_Stateless):
+class Oracle(Rule):
     """A rule that reads cache, queue and speed of all Macs; it minimises time to first token."""
 
     name = "oracle"
@@ -160,7 +149,7 @@ class Oracle(_Stateless):
         return wait_s + mac.read_time_s(pending_tokens + prompt_tokens)
 
 
-class Ours:
+class Ours(Rule):
     """`decide`, registry and prefix index of the gateway; requests without a slot wait in it.
 
     Its state of the Macs comes from its own requests and from heartbeats. Several gateways receive
@@ -189,8 +178,10 @@ class Ours:
         profile = _profile(request)
         routing_request = RoutingRequest(self._policy, profile, prefix=_prefix_keys(request))
         for first_only in (True, False):
-            view = prefixes.annotate(fleet.view(), routing_request.prefix)
-            decision = decide(routing_request, view, self._rng, first_only=first_only)
+            cached = prefixes.cached(routing_request.prefix)
+            decision = decide(
+                routing_request, fleet.view(), now_s, self._rng, cached, first_only=first_only
+            )
             for candidate in decision.candidates:
                 if (lease := fleet.acquire(candidate)) is not None:
                     self._leases[request.number] = lease
@@ -274,7 +265,6 @@ def _open(macs: Sequence[Mac]) -> list[int]:
 
 
 def _worker_report(mac: Mac) -> WorkerReport:
-    """Return the report of a Mac."""
     lane = LaneReport(
         name="vlm",
         running=len(mac.reading) + len(mac.writing),

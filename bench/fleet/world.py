@@ -50,7 +50,6 @@ class SimulatedRequest(NamedTuple):
 
     @property
     def end(self) -> End:
-        """Return the end of this turn."""
         return End(self.own, self.prompt_tokens + self.answer_tokens, self.prompt_tokens)
 
 
@@ -107,7 +106,6 @@ class Mac:
         return len(self.reading) + len(self.writing) + len(self.waiting)
 
     def accept(self, request: SimulatedRequest) -> Row:
-        """Start a request, or queue it if no slot is free."""
         row = Row(request, write_left=float(request.answer_tokens))
         if len(self.reading) + len(self.writing) < self.kind.slots:
             self.reading.append(row)

@@ -8,37 +8,25 @@ without keys. CPU time is that of the process and its children.
 
 from __future__ import annotations
 
-import argparse
-import platform
-import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from os import cpu_count
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-from rich.console import Console
-
-from bench.gateway import backend
-from bench.gateway import tables as gateway_tables
-from bench.gateway.contenders import OURS, PEERS, Running, running, running_backend
+from bench.gateway import backend, tables
+from bench.gateway.contenders import OURS, PEERS, running_backend, running_gateway
 from bench.gateway.load import Question, Wire, WrongAnswer, send_requests, send_staggered
+from bench.harness.options import parser, peers_option
 from bench.harness.process_cost import cpu_s
-from bench.harness.samples import Samples
+from bench.harness.samples import Samples, rotated
+from bench.harness.tables import Grid, console, failures, provenance, report
 from bench.harness.venvs import PeerUnavailable
 from gateway.event_loop import run
 
-RESULTS: Final = Path(__file__).parents[1] / "results" / "gateway.md"
-_PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)
 _CONCURRENCY: Final = 16
-_UNSTREAMED: Final = Question(stream=False)
-_STREAM: Final = Question(stream=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """The size of a run."""
 
     repetitions: int
@@ -55,105 +43,73 @@ FULL: Final = Plan(repetitions=5, requests=3000, streams=50, rounds=5, budget_s=
 QUICK: Final = Plan(repetitions=1, requests=60, streams=50, rounds=1, budget_s=3)
 
 
-async def measure_all(
-    plan: Plan, names: Sequence[str], venvs: Path, console: Console
-) -> dict[str, Samples]:
+class Measured(NamedTuple):
+    """A gateway, or the worker without one, whose process is 0."""
+
+    name: str
+    port: int
+    process_id: int = 0
+
+    def cpu_s(self) -> float:
+        return cpu_s(self.process_id) if self.process_id else 0.0
+
+
+async def measure_all(plan: Plan, names: Sequence[str], folder: Path) -> dict[str, Samples]:
     """Measure the worker without a gateway, our gateway and the peers of these names."""
-    samples = {name: Samples() for name in (gateway_tables.DIRECT, OURS.name, *names)}
+    samples = {name: Samples() for name in (tables.DIRECT, OURS.name, *names)}
     async with AsyncExitStack() as stack:
         worker_port = await stack.enter_async_context(running_backend())
-        gateways = [Running(name=gateway_tables.DIRECT, port=worker_port, process_id=None)]
+        gateways = [Measured(tables.DIRECT, worker_port)]
         for contender in (OURS, *(peer for peer in PEERS if peer.name in names)):
-            console.print(f"starting {contender.name}, installing it if it is missing")
+            console().print(f"starting {contender.name}, installing it if it is missing")
             try:
-                started = running(contender, venvs=venvs, worker_port=worker_port)
-                gateways.append(await stack.enter_async_context(started))
+                started = running_gateway(contender, folder, worker_port)
+                server = await stack.enter_async_context(started)
+                gateways.append(Measured(server.name, server.port, server.process_id))
             except PeerUnavailable as reason:
                 samples[contender.name].failures["start"] = str(reason)
         for repetition in range(plan.repetitions):
-            first = repetition % len(gateways)
-            for gateway in (*gateways[first:], *gateways[:first]):
-                console.print(f"{repetition + 1}/{plan.repetitions} {gateway.name}")
+            for gateway in rotated(gateways, repetition):
+                console().print(f"{repetition + 1}/{plan.repetitions} {gateway.name}")
                 await _measure(gateway, plan, samples[gateway.name])
     return samples
 
 
-async def _measure(gateway: Running, plan: Plan, samples: Samples) -> None:
+async def _measure(gateway: Measured, plan: Plan, samples: Samples) -> None:
     try:
-        questions = {"unstreamed": _UNSTREAMED, "stream": _STREAM}
-        if gateway.name == OURS.name:
-            for wire in (Wire.MESSAGES, Wire.RESPONSES):
-                questions[f"{wire}_unstreamed"] = replace(_UNSTREAMED, wire=wire)
-                questions[f"{wire}_stream"] = replace(_STREAM, wire=wire)
-        for name, question in questions.items():
-            await send_requests(
-                gateway.port,
-                question,
-                requests=plan.requests // 10,
-                concurrency=_CONCURRENCY,
-                budget_s=5,
-            )
-            before_s = _cpu_s(gateway)
-            completed = await send_requests(
-                gateway.port,
-                question,
-                requests=plan.requests,
-                concurrency=_CONCURRENCY,
-                budget_s=plan.budget_s,
-            )
-            samples.add(f"{name}_cpu_s", (_cpu_s(gateway) - before_s) / completed)
-        before_s = _cpu_s(gateway)
+        for wire in Wire if gateway.name == OURS.name else (Wire.CHAT,):
+            for stream in (False, True):
+                question = Question(stream=stream, wire=wire)
+                warm_up = plan.requests // 10
+                await send_requests(gateway.port, question, warm_up, _CONCURRENCY, 5)
+                before_s = gateway.cpu_s()
+                sizes = plan.requests, _CONCURRENCY, plan.budget_s
+                completed = await send_requests(gateway.port, question, *sizes)
+                name = tables.metric(wire, stream=stream)
+                samples.add(name, (gateway.cpu_s() - before_s) / completed)
+        before_s = gateway.cpu_s()
         times_s = await send_staggered(gateway.port, streams=plan.streams, rounds=plan.rounds)
-        samples.add("event_cpu_s", (_cpu_s(gateway) - before_s) / len(times_s) / backend.EVENTS)
+        events = len(times_s) * backend.EVENTS
+        samples.add("event_cpu_s", (gateway.cpu_s() - before_s) / events)
         samples.add("first_word_s", *times_s)
     except* (WrongAnswer, TimeoutError, OSError) as errors:
         samples.failures["answers"] = repr(errors.exceptions[0])[:300]
 
 
-def _cpu_s(gateway: Running) -> float:
-    return 0.0 if gateway.process_id is None else cpu_s(gateway.process_id)
-
-
-def _metadata(plan: Plan) -> dict[str, str]:
-    pins = sorted(pin for peer in PEERS if peer.venv for pin in peer.venv.pins)
-    return {
-        "measured": datetime.now(UTC).isoformat(timespec="minutes"),
-        "machine": f"{platform.system()} {platform.machine()}, {cpu_count()} cores",
-        "python": platform.python_version(),
-        "repetitions": f"{plan.repetitions}, each up to {plan.requests} requests of a kind, "
-        f"{_CONCURRENCY} at once",
-        "peers": ", ".join(pins),
-    }
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gateway", description=__doc__)
-    add = parser.add_argument
-    add("--peers", default=_PEER_NAMES, help=f"comma-separated, may be empty ({_PEER_NAMES})")
-    add("--repetitions", type=int, default=FULL.repetitions)
-    add("--quick", action="store_true", help="check that everything runs; write no results")
-    add("--venv-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
-    options = parser.parse_args(arguments)
-    selected = {name.strip() for name in options.peers.split(",")}
-    names = [peer.name for peer in PEERS if peer.name in selected]
-    plan = QUICK
-    if not options.quick:
-        plan = replace(FULL, repetitions=options.repetitions)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    venvs = options.venv_dir.resolve()
-    venvs.mkdir(parents=True, exist_ok=True)
-    samples = run(measure_all(plan, names, venvs, console))
-    grids = gateway_tables.grids(samples)
-    for grid in grids:
-        console.print(grid.to_table())
-    failures = gateway_tables.failures(samples)
-    for failure in failures:
-        console.print(failure)
-    if not options.quick:
-        facts = [f"- {name}: {value}" for name, value in _metadata(plan).items()]
-        page = ["## Gateway\n", *facts, "", *(grid.to_markdown() for grid in grids)]
-        RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text("\n".join([*page, *failures]).rstrip() + "\n")
+def main() -> None:
+    made = parser("gateway", __doc__)
+    peers_option(made, [peer.name for peer in PEERS])
+    made.add_argument("--repetitions", type=int, default=FULL.repetitions)
+    options = made.parse_args()
+    plan = QUICK if options.quick else FULL._replace(repetitions=options.repetitions)
+    samples = run(measure_all(plan, options.peers, options.folder))
+    pins = sorted(pin for peer in PEERS for pin in peer.pins)
+    about = (
+        f"{provenance()}; {plan.repetitions} repetitions, each up to {plan.requests} requests of "
+        f"a kind, {_CONCURRENCY} at once; peers: {', '.join(pins)}."
+    )
+    parts: list[str | Grid] = [*tables.grids(samples), "\n".join(failures(samples))]
+    report("gateway.md", "Gateway", about, *parts, write=not options.quick)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,6 @@ FINGERPRINT: Final = "b0"
 
 
 def report(url: str, fingerprint: str = FINGERPRINT) -> WorkerReport:
-    """Return the report of the worker for our gateway."""
     lanes = tuple(LaneReport(name=name, slots=_SLOTS) for name in ("text-mtp", "vlm"))
     return WorkerReport(
         worker_id=MODEL,

@@ -11,18 +11,16 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
-from rich.console import Console
 from rich.progress import track
 
-from bench.gateway.contenders import gateway_parser
+from bench.harness.options import parser
 from bench.harness.process_cost import resident_bytes
-from bench.harness.tables import Grid, Target, provenance, write_page
-from bench.harness.tables import targets as targets_grid
+from bench.harness.tables import Grid, Target, provenance, report, targets
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.prefix_keys import PrefixEnd, PrefixHasher, PrefixKeys
 from gateway.state.prefix_claims import SharedPrefixClaims
@@ -32,7 +30,6 @@ from paceline.request.profile import Endpoint, RequestProfile
 from policies.sections import PrefixPolicy
 from tests.support.redis_server import RedisServer
 
-RESULTS: Final = Path(__file__).parents[1] / "results" / "gateway_conversations.md"
 CONVERSATIONS: Final = 200_000
 QUICK_CONVERSATIONS: Final = 2_000
 _ENDS: Final = 20
@@ -46,14 +43,6 @@ _SENT_AT_ONCE: Final = 500
 _WORDS: Final = "the tide brings ships into the small harbour and takes them out again "
 
 
-class Digests(NamedTuple):
-    """CPU time of the digests of one request."""
-
-    name: str
-    size_bytes: int
-    microseconds: float
-
-
 def _chat(messages: int, chars: int, system: str = "") -> list[dict[str, Any]]:
     text = (_WORDS * (chars // len(_WORDS) + 1))[:chars]
     roles = ("user", "assistant")
@@ -61,9 +50,8 @@ def _chat(messages: int, chars: int, system: str = "") -> list[dict[str, Any]]:
     return [{"role": "system", "content": system}, *turns] if system else turns
 
 
-def measure_digests() -> list[Digests]:
-    """Measure the median CPU time of the digests of chats of several sizes."""
-    results = []
+def measure_digests() -> Iterator[tuple[str, str, str]]:
+    """Yield the median CPU time of the digests of chats of several sizes."""
     for name, messages in (
         ("a question of 60 characters", _chat(1, 60)),
         ("a question of 400 characters", _chat(1, 400)),
@@ -73,21 +61,12 @@ def measure_digests() -> list[Digests]:
         size = sum(len(message["content"]) for message in messages)
         profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=size)
         inspected = Inspected("demo", profile, {"messages": messages})
-        results.append(Digests(name, size, _median_us(lambda: _keys_of(inspected))))  # noqa: B023
-    return results
-
-
-def _keys_of(inspected: Inspected) -> PrefixKeys:
-    return _HASHER.prefix_keys(inspected, _CALLER, _RULES)
-
-
-def _median_us(function: Callable[[], object]) -> float:
-    times_us = []
-    for _ in range(_RUNS):
-        began_s = time.thread_time()
-        function()
-        times_us.append((time.thread_time() - began_s) * 1e6)
-    return median(times_us)
+        times_us = []
+        for _ in range(_RUNS):
+            began_s = time.thread_time()
+            _HASHER.prefix_keys(inspected, _CALLER, _RULES)
+            times_us.append((time.thread_time() - began_s) * 1e6)
+        yield name, f"{size:,}", f"{median(times_us):.1f}"
 
 
 class IndexCost(NamedTuple):
@@ -112,11 +91,11 @@ def _turn(conversation: int, turn: int) -> PrefixKeys:
     return PrefixKeys((*reversed(ends),), has_system=True, unscoped=ends[0].key)
 
 
-def measure_index(conversations: int, console: Console) -> IndexCost:
+def measure_index(conversations: int) -> IndexCost:
     """Send the last turns of all conversations, one turn of each at a time."""
     before_bytes, began_s, turns = resident_bytes(os.getpid()), time.process_time(), 0
     index = PrefixIndex(lambda: 1_000_000.0)
-    for turn in track(range(*_TURNS), console=console, transient=True):
+    for turn in track(range(*_TURNS), transient=True):
         for conversation in range(conversations):
             prefix, boot = _turn(conversation, turn), _BOOTS[conversation % len(_BOOTS)]
             expected = index.record_dispatch(prefix, boot, _RULES)
@@ -133,7 +112,7 @@ def measure_index(conversations: int, console: Console) -> IndexCost:
     return IndexCost(len(index), size_bytes, turn_us, found / conversations)
 
 
-async def measure_redis(conversations: int, folder: Path, console: Console) -> int:
+async def measure_redis(conversations: int, folder: Path) -> int:
     """Send the claims of the last turn of each conversation; return the memory that Redis needs."""
     server = RedisServer(folder)
     server.start()
@@ -141,8 +120,8 @@ async def measure_redis(conversations: int, folder: Path, console: Console) -> i
         before_bytes = int(server.client.info("memory")["used_memory"])
         client, index = RedisClient(server.url, 30.0), PrefixIndex(lambda: 1_000_000.0)
         shared = SharedPrefixClaims(client, index)
-        for batch in track(_batches(conversations), console=console, transient=True):
-            for conversation in batch:
+        for begin in track(range(0, conversations, _SENT_AT_ONCE), transient=True):
+            for conversation in range(begin, min(begin + _SENT_AT_ONCE, conversations)):
                 prefix = _turn(conversation, _ENDS // 2 - 1)
                 index.record_dispatch(prefix, _BOOTS[conversation % len(_BOOTS)], _RULES)
             await shared.exchange()
@@ -152,63 +131,40 @@ async def measure_redis(conversations: int, folder: Path, console: Console) -> i
         server.kill()
 
 
-def _batches(conversations: int) -> list[range]:
-    return [
-        range(begin, min(begin + _SENT_AT_ONCE, conversations))
-        for begin in range(0, conversations, _SENT_AT_ONCE)
-    ]
-
-
-def tables(
-    digests: list[Digests], index: IndexCost, redis_bytes: int, conversations: int
-) -> Iterator[Grid]:
-    """Yield the targets and the results."""
-    yield targets_grid([
-        Target(name="memory of the index, MB", reached=index.size_bytes / 1e6, bound=200,
-               at_least=False),
-        Target(name="memory of Redis, MB", reached=redis_bytes / 1e6, bound=400, at_least=False),
-        Target(name="share of next turns that find their worker", reached=index.kept, bound=0.99,
-               at_least=True),
-    ])  # fmt: skip
-    yield Grid(
-        title="CPU time of the digests of a request, median",
-        columns=("request", "characters", "us"),
-        rows=tuple((one.name, f"{one.size_bytes:,}", f"{one.microseconds:.1f}") for one in digests),
-    )
-    yield Grid(
-        title=f"{conversations:,} conversations of {_ENDS} ends",
-        columns=("figure", "result"),
-        rows=(
-            ("ends in the index", f"{index.ends:,}"),
-            ("memory of an end, bytes", f"{index.size_bytes / max(1, index.ends):.0f}"),
-            ("memory of the index, MB", f"{index.size_bytes / 1e6:.0f}"),
-            ("memory of Redis, MB", f"{redis_bytes / 1e6:.0f}"),
-            (
-                "CPU time of a turn in the index, us, with this program's own",
-                f"{index.turn_us:.0f}",
-            ),
-        ),
-    )
-
-
 def main() -> None:
-    options = gateway_parser("bench.gateway.conversations", __doc__).parse_args()
-    console = Console(highlight=False, width=100)
+    options = parser("gateway.conversations", __doc__).parse_args()
     conversations = QUICK_CONVERSATIONS if options.quick else CONVERSATIONS
-    digests = measure_digests()
-    index = measure_index(conversations, console)
+    digests = Grid(
+        "CPU time of the digests of a request, median",
+        ("request", "characters", "us"),
+        [*measure_digests()],
+    )
+    index = measure_index(conversations)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
-        redis_bytes = asyncio.run(measure_redis(conversations, Path(folder), console))
-    grids = [*tables(digests, index, redis_bytes, conversations)]
-    for grid in grids:
-        console.print(grid.to_table())
-    if not options.quick:
-        about = (
-            f"{provenance()}. The last four turns of each conversation pass through the index, one "
-            "turn of each at a time; it keeps the last four ends and the system prompt of each. "
-            "Redis has the claims of one turn of each."
-        )
-        write_page(RESULTS, "Following conversations in a gateway", about, *grids)
+        redis_bytes = asyncio.run(measure_redis(conversations, Path(folder)))
+    index_mb, redis_mb = index.size_bytes / 1e6, redis_bytes / 1e6
+    judged = (
+        Target("memory of the index, MB", index_mb, 200),
+        Target("memory of Redis, MB", redis_mb, 400),
+        Target("share of next turns that find their worker", index.kept, 0.99, at_least=True),
+    )
+    figures = {
+        "ends in the index": f"{index.ends:,}",
+        "memory of an end, bytes": f"{index.size_bytes / max(1, index.ends):.0f}",
+        "memory of the index, MB": f"{index_mb:.0f}",
+        "memory of Redis, MB": f"{redis_mb:.0f}",
+        "CPU time of a turn in the index, us, with this program's own": f"{index.turn_us:.0f}",
+    }
+    title = f"{conversations:,} conversations of {_ENDS} ends"
+    costs = Grid(title, ("figure", "result"), [*figures.items()])
+    about = (
+        f"{provenance()}. The last four turns of each conversation pass through the index, one "
+        "turn of each at a time; it keeps the last four ends and the system prompt of each. "
+        "Redis has the claims of one turn of each."
+    )
+    grids = (targets(judged), digests, costs)
+    name, title = "gateway_conversations.md", "Following conversations in a gateway"
+    report(name, title, about, *grids, write=not options.quick)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, cast
@@ -53,7 +53,6 @@ class Question:
     key: str = KEY
 
     def request(self) -> bytes:
-        """Return the bytes of the request."""
         content = f"{self.mark}: {_PROMPT}" if self.mark else _PROMPT
         fields: dict[str, object] = {"messages": [{"role": "user", "content": content}]}
         if self.wire is Wire.MESSAGES:
@@ -112,7 +111,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """Return whether the gateway has closed the connection."""
         return self._transport.is_closing()
 
     def close(self) -> None:
@@ -139,7 +137,7 @@ def _is_complete(answer: bytes, question: Question) -> bool:
 
 
 async def send_requests(
-    port: int, question: Question, *, requests: int, concurrency: int, budget_s: float
+    port: int, question: Question, requests: int, concurrency: int, budget_s: float
 ) -> int:
     """Send requests until the number or the time is reached; return the number of answers."""
     numbers = iter(range(requests))
@@ -156,18 +154,13 @@ async def _send_sequentially(
     port: int, question: Question, numbers: Iterator[int], until_s: float
 ) -> int:
     request = question.request()
-    connection = await connect(port)
     answers = 0
-    try:
+    async with connected(port) as connection:
         for _ in numbers:
-            if connection.closing:
-                connection = await connect(port)
             await connection.send(question, request)
             answers += 1
             if time.perf_counter() > until_s:
                 break
-    finally:
-        connection.close()
     return answers
 
 
@@ -179,26 +172,44 @@ async def send_staggered(port: int, *, streams: int, rounds: int) -> list[float]
 
     async def run_stream(index: int) -> list[float]:
         await asyncio.sleep(index * stagger_s)
-        connection = await connect(port)
-        times_s = []
-        try:
-            for _ in range(rounds):
-                if connection.closing:
-                    connection = await connect(port)
-                times_s.append(await connection.send(question, request))
-        finally:
-            connection.close()
-        return times_s
+        async with connected(port) as connection:
+            return [await connection.send(question, request) for _ in range(rounds)]
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(run_stream(index)) for index in range(streams)]
     return [first_s for task in tasks for first_s in task.result()]
 
 
-async def connect(port: int) -> Connection:
-    """Open a connection; raise `WrongAnswer` if the gateway refuses it."""
-    loop = asyncio.get_running_loop()
-    with suppress(ConnectionRefusedError):
-        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+class Reconnecting:
+    """A connection to a gateway that opens again once the gateway has closed it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._connection: Connection | None = None
+
+    async def send(self, question: Question, request: bytes) -> float:
+        """Send a request; return the seconds to the first word, or raise `WrongAnswer`."""
+        if self._connection is None or self._connection.closing:
+            self._connection = await self._open()
+        return await self._connection.send(question, request)
+
+    async def _open(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        except ConnectionRefusedError:
+            raise WrongAnswer("the gateway refuses the connection") from None
         return connection
-    raise WrongAnswer("the gateway refuses the connection")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+@asynccontextmanager
+async def connected(port: int) -> AsyncIterator[Reconnecting]:
+    connection = Reconnecting(port)
+    try:
+        yield connection
+    finally:
+        connection.close()

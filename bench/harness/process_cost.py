@@ -8,7 +8,6 @@ import time
 
 
 def cpu_s(process_id: int) -> float:
-    """Return the CPU seconds of a process and its live children."""
     if sys.platform == "linux":
         # The POSIX CPU clock of another process has nanoseconds; `ps` has seconds.
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in _family(process_id, "rss"))
@@ -21,7 +20,6 @@ def resident_bytes(process_id: int) -> int:
 
 
 def _family(process_id: int, field: str) -> dict[int, str]:
-    """Map a process and its children to one field of `ps`."""
     listed = subprocess.run(
         ["ps", "-A", "-o", f"pid=,ppid=,{field}="], capture_output=True, text=True, check=True
     )

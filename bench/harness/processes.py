@@ -20,7 +20,6 @@ def inherited() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 @dataclass
@@ -15,11 +18,9 @@ class Samples:
     failures: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, *values: float) -> None:
-        """Add one or more values of a metric."""
         self.figures.setdefault(name, []).extend(values)
 
     def median(self, name: str) -> float | None:
-        """Return the median, or None without values."""
         values = self.figures.get(name)
         return median(values) if values else None
 
@@ -34,3 +35,9 @@ def nearest_rank(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     rank = max(-(-len(ordered) * share // 1), 1)  # ceiling
     return ordered[min(int(rank), len(ordered)) - 1]
+
+
+def rotated(items: Sequence[Item], number: int) -> tuple[Item, ...]:
+    """Return items in another order for each repetition: a busy machine slows all of them alike."""
+    first = number % len(items)
+    return (*items[first:], *items[:first])

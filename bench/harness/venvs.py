@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-INSTALLED = """
+_INSTALLED = """
 import sys
 from importlib.metadata import version
 pins = (pin.split("==") for pin in sys.argv[1:])
@@ -31,7 +31,7 @@ def python_of(venv: Venv, folder: Path) -> Path:
     """Return the interpreter of an environment under `folder`; create it if it is not as pinned."""
     home = folder / venv.name
     python = home / "bin" / "python"
-    if python.exists() and _runs([str(python), "-c", INSTALLED, *venv.pins]):
+    if python.exists() and _runs([str(python), "-c", _INSTALLED, *venv.pins]):
         return python
     log = folder / f"{venv.name}.install.log"
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,6 @@ def python_of(venv: Venv, folder: Path) -> Path:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     return next((line for line in reversed(lines) if line), "no output")[:300]
 

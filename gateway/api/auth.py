@@ -62,25 +62,20 @@ CurrentGateway = Annotated[Gateway, part("gateway")]
 
 def data_router(prefix: str = "") -> APIRouter:
     """Return a router whose routes need an API key, once there is one."""
-    return _router(prefix, DATA_KEY, check_data_key, None)
+    return _router(prefix, DATA_KEY, None)
 
 
 def worker_router(prefix: str) -> APIRouter:
     """Return a router whose routes need the join token; without one no worker joins."""
-    return _router(prefix, JOIN_TOKEN, _check_join_token, MAX_REPORT_BYTES)
+    return _router(prefix, JOIN_TOKEN, MAX_REPORT_BYTES)
 
 
 def admin_router(prefix: str = "", body_limit_bytes: int = _BODY_LIMIT_BYTES) -> APIRouter:
     """Return a router whose routes need the admin key."""
-    return _router(prefix, ADMIN_KEY, _check_admin_key, body_limit_bytes)
+    return _router(prefix, ADMIN_KEY, body_limit_bytes)
 
 
-def _router(
-    prefix: str,
-    scheme: str,
-    check: Callable[[Request, Gateway], None],
-    body_limit_bytes: int | None,
-) -> APIRouter:
+def _router(prefix: str, scheme: str, body_limit_bytes: int | None) -> APIRouter:
     class GuardedRoute(APIRoute):
         """Checks within the route and not in a middleware, so that 404 and 405 come before 401."""
 
@@ -91,7 +86,10 @@ def _router(
                 # Before FastAPI reads the body: a client without a key sends none.
                 gateway: Gateway = request.app.state.gateway
                 try:
-                    check(request, gateway)
+                    if scheme == DATA_KEY:
+                        check_data_key(request, gateway)
+                    else:
+                        _check_secret(request, gateway, scheme)
                 except KeyRefused:
                     await request.app.state.proxy.slow_guesses(request.scope)
                     raise
@@ -141,16 +139,12 @@ def check_data_key(request: Request, gateway: Gateway) -> None:
     request.state.api_key = api_key
 
 
-def _check_join_token(request: Request, gateway: Gateway) -> None:
-    offered = header(request.scope, b"authorization")
-    if not matches_secret(offered, gateway.settings.join_token):
-        raise KeyRefused
-
-
-def _check_admin_key(request: Request, gateway: Gateway) -> None:
-    # Also on loopback: a proxy on this machine forwards the requests of others.
-    if not matches_secret(header(request.scope, b"authorization"), gateway.settings.admin_key):
-        raise AdminKeyRefused
+def _check_secret(request: Request, gateway: Gateway, scheme: str) -> None:
+    """Check also on loopback: a proxy on this machine forwards the requests of others."""
+    settings, admin = gateway.settings, scheme == ADMIN_KEY
+    secret = settings.admin_key if admin else settings.join_token
+    if not matches_secret(header(request.scope, b"authorization"), secret):
+        raise AdminKeyRefused if admin else KeyRefused
 
 
 async def _api_key(request: Request) -> Any:
@@ -223,10 +217,9 @@ async def _note(value: Annotated[str, _NOTE] = "") -> str:
 
 
 async def _required_note(value: Annotated[str, _NOTE]) -> str:
-    note = _decoded(value, NOTE_HEADER, _NOTE_CHARS)
-    if not note:
-        raise NoteMissing
-    return note
+    if note := await _note(value):
+        return note
+    raise NoteMissing
 
 
 Author = Annotated[str, Depends(_author)]

@@ -102,29 +102,21 @@ async def remove(worker_id: str, author: Author, gateway: CurrentGateway) -> Non
 
 def _details(gateway: Gateway, watched: WatchedEngine) -> EngineDetails:
     entry, engine = watched.entry, watched.engine
-    details: EngineDetails = {
+    known = engine if engine is not None and engine.names else None
+    lanes = watched.report.lanes if known else ()
+    return {
         "id": entry.id,
-        "kind": entry.kind if engine is None else engine.kind,
+        "kind": engine.kind if engine else entry.kind,
         "url": entry.url,
         "source": "admin" if entry.id in gateway.engine_records.joined else "settings",
         "problem": watched.problem,
-        "models": [],
-        "pools": list(entry.pools),
+        "models": [_model(known, name) for name in known.names] if known else [],
+        "pools": [lane.name for lane in lanes] if known else list(entry.pools),
         "labels": list(entry.labels),
-        "slots": entry.slots or 0,
-        "isolation": "none",
-        "drafts": False,
+        "slots": lanes[0].slots if lanes else entry.slots or 0,
+        "isolation": known.isolation.value if known else "none",
+        "drafts": known is not None and known.state.drafts,
         "api_key_env": entry.api_key_env,
-    }
-    if engine is None or not engine.names:
-        return details
-    lanes = watched.report.lanes
-    return details | {
-        "models": [_model(engine, name) for name in engine.names],
-        "pools": [lane.name for lane in lanes],
-        "slots": lanes[0].slots,
-        "isolation": engine.isolation.value,
-        "drafts": engine.state.drafts,
     }
 
 

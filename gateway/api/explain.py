@@ -106,7 +106,9 @@ async def explain(
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())
-    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix), rng)
+    decision = decide(
+        routed, fleet, gateway.clock(), rng, gateway.prefix_index.cached(routed.prefix)
+    )
     if decision.forbidden:
         raise PoolsNotAllowed
     unavailable = _unavailable(gateway, fleet) | _lacking(fleet, inspected)
@@ -154,8 +156,7 @@ async def _check(
     explanation: Explanation,
 ) -> GatewayError | None:
     """Let the worker check the request; return its error if it refuses what we cannot judge."""
-    workers = {worker.report.worker_id: worker for worker in gateway.fleet.workers()}
-    worker = workers.get(candidate.worker_id)
+    worker = gateway.fleet.get(candidate.worker_id)
     if worker is None or not worker.backend.sends_reports:
         return None
     headers = worker.backend.headers(Told(candidate.lane))
@@ -174,11 +175,10 @@ async def _check(
 
 def _unavailable(gateway: Gateway, fleet: FleetView) -> dict[str, str]:
     """Map each worker that receives no requests now to its state."""
-    accepting = {worker.worker_id for worker in fleet.workers}
     return {
-        worker.report.worker_id: worker_state(gateway.fleet, worker)
+        worker.report.worker_id: worker_state(worker)
         for worker in gateway.fleet.workers()
-        if worker.report.worker_id not in accepting
+        if worker.report.worker_id not in fleet.workers
     }
 
 
@@ -188,7 +188,7 @@ def _lacking(fleet: FleetView, inspected: Inspected) -> dict[str, str]:
     needs = features_of(profile)
     lacks = {
         worker.worker_id: sorted(worker.by_model[profile.model].lacks & needs)
-        for worker in fleet.workers
+        for worker in fleet.workers.values()
         if profile.model in worker.by_model
     }
     return {name: f"lacks {', '.join(lacking)}" for name, lacking in lacks.items() if lacking}

@@ -51,6 +51,7 @@ _WITH_POLICY = (PolicyRefused, FieldInvalid, BodyTooSlow, BodyTooLarge, MediaTyp
 _EDIT = failures(*FOR_ADMINS, *STORED, *_WITH_POLICY, VersionConflict, EditUnconditional)
 _TEST_KINDS = (JSON, YAML, MERGE_PATCH)
 _DIGITS = 9
+_SCHEMA = functools.cache(schema)
 
 
 class AppliedVersion(VersionInfo):
@@ -203,7 +204,7 @@ async def rollback(
 @router.get("/schema", responses=failures(*FOR_ADMINS) | success({"type": "object"}))
 async def show_schema() -> Response:
     """Show the JSON Schema of the document."""
-    return Response(await asyncio.to_thread(_schema), media_type=JSON)
+    return Response(await asyncio.to_thread(_SCHEMA), media_type=JSON)
 
 
 @router.get("/examples", responses=failures(*FOR_ADMINS))
@@ -262,6 +263,7 @@ async def compare(request: Request, gateway: CurrentGateway) -> Difference:
         policy,
         proposal.policy,
         gateway.fleet.view(),
+        now_s=gateway.clock(),
         rng=Random(0),  # noqa: S311  # any worker of a pool will do
         pause=functools.partial(asyncio.sleep, 0),
     )
@@ -306,11 +308,6 @@ async def _apply(
     store = gateway.policy_store
     version = await store.apply(proposal, attribution, onto=base)
     return AppliedVersion(**dict(version), warnings=_warnings(store, proposal))
-
-
-@functools.cache
-def _schema() -> str:
-    return schema()
 
 
 @functools.cache

@@ -139,10 +139,10 @@ async def count_tokens(
         body = {"model": ANY_MODEL, "input": []} | await turn.run(parse, raw)
         body.pop("personality", None)
         await exchange.open(body, caller.key, hold, len(raw))
-        inspected = await inspect(gateway, exchange.format, body, policy, turn, caller=caller)
+        inspected = await inspect(gateway, exchange, body, policy, turn, caller=caller)
         encoded = await turn.run(encode_body, inspected.body, len(raw))
     api_key.check_model(inspected)
-    tokens = await counter.count(inspected, encoded, exchange.format, response)
+    tokens = await counter.count(inspected, encoded, exchange, response)
     return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
@@ -163,7 +163,7 @@ async def show(
     running = service.background(owner, response_id)
     if stream:
         if running is None or running.log is None:
-            await kept.response(owner, response_id)
+            await kept.get("Response", owner, response_id)
             raise errors.FieldInvalid(
                 "Only a response in the background of this gateway can be streamed again.",
                 param="stream",
@@ -173,7 +173,7 @@ async def show(
         return StreamingResponse(events, media_type="text/event-stream")
     if running is not None and running.log is not None and not running.log.closed:
         return running.response
-    return _shown_response(await kept.response(owner, response_id), include)
+    return _shown_response(await kept.get("Response", owner, response_id), include)
 
 
 @router.delete("/{response_id}", **_READS)
@@ -185,7 +185,7 @@ async def delete(
     if (running := service.background(owner, response_id)) is not None:
         await running.cancel()
         service.forget(running)
-    await kept.delete_response(owner, response_id)
+    await kept.delete("Response", owner, response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 
 
@@ -197,7 +197,7 @@ async def cancel(
     owner = api_key.caller.key
     if (running := service.background(owner, response_id)) is not None:
         await running.cancel()
-    record = await kept.response(owner, response_id)
+    record = await kept.get("Response", owner, response_id)
     if not record["response"]["background"]:
         raise errors.FieldInvalid(
             "Only a response in the background can be cancelled.", param="response_id"
@@ -218,7 +218,7 @@ async def input_items(
     page: Annotated[PageRequest, Query()],
 ) -> ItemList:
     """List the items of a response's input."""
-    record = await kept.response(api_key.caller.key, response_id)
+    record = await kept.get("Response", api_key.caller.key, response_id)
     return _page(record["input"], page)
 
 
@@ -234,7 +234,7 @@ async def create_conversation(api_key: CurrentKey, kept: CurrentKept, fields: Fi
 @conversations.get("/{conversation_id}", **_SHOWS)
 async def show_conversation(conversation_id: str, api_key: CurrentKey, kept: CurrentKept) -> Json:
     """Show a conversation."""
-    return _shown(await kept.conversation(api_key.caller.key, conversation_id))
+    return _shown(await kept.get("Conversation", api_key.caller.key, conversation_id))
 
 
 @conversations.post("/{conversation_id}", **_ADDS, response_model=dict[str, Any])
@@ -256,7 +256,7 @@ async def delete_conversation(
     conversation_id: str, api_key: CurrentKey, kept: CurrentKept
 ) -> Deleted:
     """Delete a conversation; the responses in it stay."""
-    await kept.delete_conversation(api_key.caller.key, conversation_id)
+    await kept.delete("Conversation", api_key.caller.key, conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
@@ -268,7 +268,7 @@ async def list_items(
     page: Annotated[PageRequest, Query()],
 ) -> ItemList:
     """List the items of a conversation."""
-    conversation = await kept.conversation(api_key.caller.key, conversation_id)
+    conversation = await kept.get("Conversation", api_key.caller.key, conversation_id)
     return _page(conversation["items"], page)
 
 
@@ -296,7 +296,7 @@ async def show_item(
     include: Include = [],  # noqa: B006
 ) -> Json:
     """Show an item of a conversation."""
-    conversation = await kept.conversation(api_key.caller.key, conversation_id)
+    conversation = await kept.get("Conversation", api_key.caller.key, conversation_id)
     found = conversation["items"][_place(conversation["items"], item_id)]
     return shown_item(found, encrypted=_ENCRYPTED in include)
 

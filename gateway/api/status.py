@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Annotated, Literal
 
@@ -48,24 +49,6 @@ _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
 }
 
 
-class Readers:
-    """The requests for one page that are answered now."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    @contextlib.contextmanager
-    def admit(self) -> Iterator[None]:
-        """Count a request within the context; raise `Overloaded` if there are too many."""
-        if self._count >= READERS_LIMIT:
-            raise Overloaded
-        self._count += 1
-        try:
-            yield
-        finally:
-            self._count -= 1
-
-
 class StatusService:
     """What one gateway shows of its state."""
 
@@ -74,9 +57,20 @@ class StatusService:
         self._proxy = proxy
         self._began_s = gateway.clock()
         self.feed = StatusFeed(functools.partial(self.take, window_s(DEFAULT_WINDOW)))
-        self.readers, self.scrapers = Readers(), Readers()
+        self._readers = Counter[str]()
         self.metrics = SharedRuns(self._render_metrics)
         """Returns the metrics, rendered once for all who call at a time."""
+
+    @contextlib.contextmanager
+    def admit(self, page: str) -> Iterator[None]:
+        """Count a reader of a page within the context; raise `Overloaded` if there are too many."""
+        if self._readers[page] >= READERS_LIMIT:
+            raise Overloaded
+        self._readers[page] += 1
+        try:
+            yield
+        finally:
+            self._readers[page] -= 1
 
     async def take(self, length_s: float) -> Status:
         """Take a snapshot with statistics of a window in seconds."""
@@ -92,7 +86,6 @@ class StatusService:
             fleet=gateway.fleet,
             queued=gateway.scheduler.waiting,
             in_flight=gateway.scheduler.running,
-            prefix_index=gateway.prefix_index,
             reports=reports,
             counts=counts,
             window=window,
@@ -105,18 +98,14 @@ class StatusService:
                 stopping=lame_duck,
                 uptime_s=round(gateway.clock() - self._began_s, 3),
                 requests_in_flight=proxy.load.requests,
-                event_loop_lag_s=round(proxy.load.lag.worst_s, 4),
                 added_latency_s=window.added_latency_s,
             ),
             store=StoreStatus(**gateway.cluster_sync.status()),
             policy=PolicyStatus(
                 version=version.number,
-                etag=version.etag,
                 source=_SOURCES[version.reason],
                 file_problem=gateway.policy_file.problem,
             ),
-            retries_delayed=proxy.forwarder.retries.delayed,
-            quarantined_bodies=len(proxy.forwarder.quarantine),
             **fleet.render(),
         )
 
@@ -158,7 +147,7 @@ async def readyz(gateway: CurrentGateway) -> PlainTextResponse:
 @probes.get("/metrics", response_class=PlainTextResponse, responses=failures(Overloaded))
 async def metrics(service: CurrentService) -> Response:
     """Show the metrics in the format of Prometheus."""
-    with service.scrapers.admit():
+    with service.admit("metrics"):
         text = await service.metrics()
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -184,7 +173,7 @@ async def whole(
     if given not in ([], ["window"]):
         raise FieldInvalid("The only query parameter is 'window', at most once.", param="window")
     length_s = window_s(window)
-    with service.readers.admit():
+    with service.admit("status"):
         state = await service.take(length_s)
         return Response(state.model_dump_json(), media_type="application/json")
 

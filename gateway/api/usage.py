@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
 from datetime import date
 from typing import Annotated, Any, Literal
 
@@ -77,29 +76,17 @@ async def usage(
         for row in day_rows
     ]
     if form == "csv" or (form is None and "text/csv" in accept):
-        return Response(_csv(rows), headers={"content-type": "text/csv; charset=utf-8"})
+        text = io.StringIO()
+        table = csv.DictWriter(text, ["day", "key", "name", "team", *_COUNTS])
+        table.writeheader()
+        table.writerows(rows)
+        return Response(text.getvalue(), headers={"content-type": "text/csv; charset=utf-8"})
     every = [row for day_rows in shown.values() for row in day_rows]
-    return JSONResponse(
-        {
-            "from": str(first),
-            "to": str(last),
-            "rows": rows,
-            "keys": _sums(every, "key"),
-            "teams": _sums(every, "team"),
+    sums = {
+        f"{name}s": {
+            value: {count: getattr(row, count) for count in _COUNTS}
+            for value, row in sum_by(every, name).items()
         }
-    )
-
-
-def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
-    text = io.StringIO()
-    table = csv.DictWriter(text, ["day", "key", "name", "team", *_COUNTS])
-    table.writeheader()
-    table.writerows(rows)
-    return text.getvalue()
-
-
-def _sums(rows: Iterable[UsageRow], name: str) -> dict[str, dict[str, int]]:
-    return {
-        value: {count: getattr(row, count) for count in _COUNTS}
-        for value, row in sum_by(rows, name).items()
+        for name in ("key", "team")
     }
+    return JSONResponse({"from": str(first), "to": str(last), "rows": rows, **sums})

@@ -146,7 +146,7 @@ async def leave(
 @heartbeats.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
 async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
     """Confirm that a worker has joined and is ready, to the process that started it."""
-    member = _member(gateway, worker_id)
+    member = gateway.fleet.get(worker_id)
     if member is None or member.problem or not member.report.ready:
         raise WorkerUnknown
     return {"worker_id": worker_id, "url": member.report.url}
@@ -164,7 +164,7 @@ async def show_all(gateway: CurrentGateway) -> Workers:
 async def cordon(worker_id: str, author: Author, gateway: CurrentGateway) -> WorkerDetails:
     """Cordon a worker: it gets no new requests."""
     await gateway.cordons.add(worker_id, author)
-    return _worker(gateway, worker_id, _member(gateway, worker_id))
+    return _worker(gateway, worker_id, gateway.fleet.get(worker_id))
 
 
 @router.delete("/{worker_id}/cordon", status_code=204, responses=_CHANGE)
@@ -199,20 +199,15 @@ async def drain(
     await gateway.cordons.add(worker_id, author)
     moved = proxy.forwarder.move_streams(worker_id) if move else 0
     drained = await gateway.cordons.drained(worker_id, timeout_s)
-    worker = _worker(gateway, worker_id, _member(gateway, worker_id))
+    worker = _worker(gateway, worker_id, gateway.fleet.get(worker_id))
     return {"drained": drained, "moved": moved, **worker}
-
-
-def _member(gateway: Gateway, worker_id: str) -> WorkerState | None:
-    members = gateway.fleet.workers()
-    return next((member for member in members if member.report.worker_id == worker_id), None)
 
 
 def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> WorkerDetails:
     worker: WorkerDetails = {
         "worker_id": worker_id,
-        "state": worker_state(gateway.fleet, member),
-        "in_flight": gateway.fleet.local_requests(worker_id),
+        "state": worker_state(member),
+        "in_flight": member.in_flight.total() if member else 0,
         "lanes": [],
     }
     if member is not None:
@@ -232,7 +227,7 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
                 }
                 for lane in member.report.lanes
             ],
-            "heartbeat_age_s": round(gateway.fleet.heartbeat_age_s(member), 3),
+            "heartbeat_age_s": round(member.heartbeat_age_s, 3),
         }
         if member.problem:
             worker["problem"] = member.problem

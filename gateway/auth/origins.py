@@ -60,13 +60,10 @@ def comes_from_foreign_page(headers: Sequence[Header], allowed: Container[str] =
     if sent.get(b"origin", b"").decode("latin-1") in allowed:
         return False
     if b"origin" in sent:
-        return sent[b"origin"].partition(b"://")[2] != _host(headers)
+        host = next((value for name, value in headers if name == b"host"), b"")
+        return sent[b"origin"].partition(b"://")[2] != host
     navigates = (sent.get(b"sec-fetch-mode"), sent.get(b"sec-fetch-dest")) == _NAVIGATION
     return sent.get(b"sec-fetch-site") in _FOREIGN_SITES and not navigates
-
-
-def _host(headers: Iterable[Header]) -> bytes:
-    return next((value for name, value in headers if name == b"host"), b"")
 
 
 def cors_headers(request: Mapping[bytes, bytes], allowed: Container[str]) -> Headers:

@@ -86,20 +86,17 @@ class UsageStore:
         # Each time, also with nothing to compact: the records may be readable again.
         records = await self._records.all(_KIND)
         if self._compacted_on != today and self._records.is_current(_KIND):
-            await self._compact(records, today)
+            # One record for each past day, and none for days long ago.
+            kept, over = compacted(records, today)
+            for name, text in kept.items():
+                await self._records.replace(_KIND, name, text)
+            for name in over:
+                await self._records.remove(_KIND, name)
             self._compacted_on = today
 
     def records(self) -> dict[str, str]:
         """Return the records of all days in memory, by name."""
         return {self._name(day): self._text(day) for day in self._days}
-
-    async def _compact(self, records: Mapping[str, str], today: int) -> None:
-        """Store one record for each past day, and remove those of days long ago."""
-        kept, over = compacted(records, today)
-        for name, text in kept.items():
-            await self._records.replace(_KIND, name, text)
-        for name in over:
-            await self._records.remove(_KIND, name)
 
     def _name(self, day: int) -> str:
         return f"{date_of(day)}/{self._life}"

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from gateway.cli import CommandError
 from gateway.cli.client import connect, file_problem, read_text
 from gateway.cli.explain import BECAUSE
@@ -40,9 +43,7 @@ def run(
     question: str | None,
     images: Sequence[str],
     model: str | None,
-    system: str | None,
     temperature: float,
-    max_tokens: int | None,
     url: str,
 ) -> int:
     """Print the answer to a question; on a terminal also where it ran, and how fast."""
@@ -54,11 +55,10 @@ def run(
         raise CommandError("the question is empty.")
     body = {
         "model": model or _ANY_MODEL,
-        "messages": _messages(question, images, system),
+        "messages": [{"role": "user", "content": _content(question, images)}],
         "temperature": temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **({"max_tokens": max_tokens} if max_tokens else {}),
     }
     try:
         content = json.dumps(body, ensure_ascii=False).encode()
@@ -76,25 +76,16 @@ def run(
     ) as response:
         answer = _print_answer(response, started_s)
     if sys.stderr.isatty():
-        headers = {
-            **response.headers,
-            **{name: str(value) for name, value in answer.late_headers.items()},
-        }
+        headers = {**response.headers, **answer.late_headers}
         reason = headers.get("x-paceline-reason", "")
         why = _REASONS.get(reason, reason).format(temperature=temperature, choices=1)
         sys.stderr.write(printable(_summary(headers, why, answer)) + "\n")
     return 0
 
 
-def _messages(question: str, images: Sequence[str], system: str | None) -> list[dict[str, Any]]:
+def _content(question: str, images: Sequence[str]) -> str | list[dict[str, Any]]:
     pictures = [{"type": "image_url", "image_url": {"url": _data_url(name)}} for name in images]
-    return [
-        *([{"role": "system", "content": system}] if system else []),
-        {
-            "role": "user",
-            "content": [*pictures, {"type": "text", "text": question}] if pictures else question,
-        },
-    ]
+    return [*pictures, {"type": "text", "text": question}] if pictures else question
 
 
 def _data_url(name: str) -> str:
@@ -120,14 +111,14 @@ def _data_url(name: str) -> str:
 class _Answer:
     """What the end of a command reports about an answer."""
 
-    first_token_s: float | None = None
-    """From the request to the first text."""
+    first_token_s: float = 0.0
+    """From the request to the first text; 0 before it."""
     last_token_s: float = 0.0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
     finish_reason: str = ""
-    late_headers: Mapping[str, object] = field(default_factory=dict)
+    late_headers: Mapping[str, str] = field(default_factory=dict)
     """Headers in the last chunk, of an answer that waited for a worker."""
 
 
@@ -142,14 +133,13 @@ def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
     reasoned = False
     try:
         for event in _events(response):
-            text, reasoning = _read_event(event, answer), _read_reasoning(event)
+            text, reasoning = _read_event(event, answer)
             if text or reasoning:
-                now_s = time.monotonic() - started_s
-                if answer.first_token_s is None:
-                    answer.first_token_s = now_s
-                answer.last_token_s = now_s
+                answer.last_token_s = time.monotonic() - started_s
+                answer.first_token_s = answer.first_token_s or answer.last_token_s
             if reasoning and sys.stdout.isatty():
-                _print_dim(printable(reasoning.replace("\r", "")))
+                dim = Text(printable(reasoning.replace("\r", "")), style="dim")
+                Console(highlight=False).print(dim, end="", soft_wrap=True)
                 reasoned, last_text = True, reasoning
             if text:
                 if reasoned:
@@ -183,50 +173,32 @@ def _events(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
                     yield json.loads(line.removeprefix(b"data:"))
 
 
-def _read_event(event: object, answer: _Answer) -> str:
-    """Return the text of an event, and add its figures to the answer."""
+def _read_event(event: object, answer: _Answer) -> tuple[str, str]:
+    """Return the text and the reasoning of an event, and add its figures to the answer."""
     match event:
         case {"error": {"message": str(message)}}:
             raise CommandError(f"the answer broke off: {message}")
     match event:
         case {"headers": dict(headers)}:
-            answer.late_headers = headers
+            answer.late_headers = {name: str(value) for name, value in headers.items()}
     match event:
         case {"usage": {"completion_tokens": int(tokens)}}:
             answer.tokens = tokens
     match event:
-        case {
-            "metrics": {
-                "speculative_decoding": {
-                    "num_draft_tokens": int(drafted),
-                    "num_accepted_draft_tokens": int(accepted),
-                }
-            }
-        }:
-            answer.drafted, answer.accepted = drafted, accepted
+        case {"metrics": {"speculative_decoding": dict(counts)}}:
+            drafted = counts.get("num_draft_tokens")
+            accepted = counts.get("num_accepted_draft_tokens")
+            if isinstance(drafted, int) and isinstance(accepted, int):
+                answer.drafted, answer.accepted = drafted, accepted
     match event:
         case {"choices": [{"finish_reason": str(reason)}, *_]}:
             answer.finish_reason = reason
     match event:
-        case {"choices": [{"delta": {"content": str(text)}}, *_]}:
-            return text
-    return ""
-
-
-def _read_reasoning(event: object) -> str:
-    match event:
-        case {"choices": [{"delta": {"reasoning_content": str(text)}}, *_]}:
-            return text
-        case {"choices": [{"delta": {"reasoning": str(text)}}, *_]}:
-            return text
-    return ""
-
-
-def _print_dim(text: str) -> None:
-    from rich.console import Console  # noqa: PLC0415 - few models reason
-    from rich.text import Text  # noqa: PLC0415
-
-    Console(highlight=False).print(Text(text, style="dim"), end="", soft_wrap=True)
+        case {"choices": [{"delta": dict(delta)}, *_]}:
+            both = delta.get("content"), delta.get("reasoning_content") or delta.get("reasoning")
+            text, reasoning = (one if isinstance(one, str) else "" for one in both)
+            return text, reasoning
+    return "", ""
 
 
 def _summary(headers: Mapping[str, str], why: str, answer: _Answer) -> str:
@@ -234,7 +206,7 @@ def _summary(headers: Mapping[str, str], why: str, answer: _Answer) -> str:
     facts = []
     if (worker := headers.get("x-paceline-worker")) and (pool := headers.get("x-paceline-pool")):
         facts.append(f"{pool} on {worker}, because {why}")
-    if answer.first_token_s is not None:
+    if answer.first_token_s:
         facts.append(f"first token after {answer.first_token_s:.2f} s")
         span_s = answer.last_token_s - answer.first_token_s
         if answer.tokens > 1 and span_s > 0:

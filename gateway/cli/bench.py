@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -20,7 +20,6 @@ from gateway.cli import CommandError
 from gateway.cli.client import connect
 from gateway.loadgen import MeasurementError, report, runner
 from gateway.loadgen.client import Endpoint, open_endpoint
-from gateway.loadgen.plot import svg
 from gateway.loadgen.prompts import built_in_prompts, read_prompts
 from gateway.loadgen.runner import Level, Measurement
 
@@ -31,6 +30,8 @@ _PIPED_WIDTH = 120
 def run(**given: Any) -> int:
     """Run the benchmark; return 0 if a request succeeded, 1 if none did, 130 if interrupted."""
     options = SimpleNamespace(**given)
+    if options.rate and options.concurrency:
+        raise click.UsageError("--rate is not allowed with --concurrency.")
     endpoints: list[Endpoint] = []
     measurements: list[Measurement] = []
     interrupted = False
@@ -61,13 +62,13 @@ async def _measure(
         prompts=read_prompts(options.prompts) if options.prompts else built_in_prompts(),
         requests=options.requests,
         repetitions=options.repeat or (2 if options.compare else 1),
-        seed=options.seed,
     )
-    common = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    common = {"max_tokens": options.max_tokens, "temperature": 0.0}  # greedy
     targets = [(connect(options.url).url, options.model, options.body, "PACELINE_API_KEY")]
     if options.compare:
         body = options.body if options.compare_body is None else options.compare_body
-        targets.append((options.compare, options.compare_model, body, "PACELINE_COMPARE_API_KEY"))
+        model = body.get("model", "")
+        targets.append((options.compare, model, body, "PACELINE_COMPARE_API_KEY"))
     async with contextlib.AsyncExitStack() as stack:
         for url, model, body, key_variable in targets:
             opened = open_endpoint(
@@ -127,7 +128,7 @@ def _report(
     measurements: Sequence[Measurement],
     console: Console,
 ) -> None:
-    """Print the tables of all measurements; write the JSON record and the plot."""
+    """Print the tables of all measurements; write the JSON record."""
     ratios = report.compare(measurements)
     if len(measurements) > 1:
         console.print("", report.sweep(measurements))
@@ -140,20 +141,14 @@ def _report(
                 {"url": endpoint.url, "model": endpoint.model, "body": endpoint.fields}
                 for endpoint in endpoints
             ],
-            "seed": options.seed,
             "runs": [measured.to_json() for measured in measurements],
             "ratios": [ratio._asdict() for ratio in ratios],
         }
-        _write(options.json_file, json.dumps(record, indent=2) + "\n")
-    if options.plot:
-        _write(options.plot, svg(measurements, endpoints=_names(endpoints)))
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"{file} cannot be written: {error.strerror}.") from None
+        try:
+            options.json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            text = f"{options.json_file} cannot be written: {error.strerror}."
+            raise CommandError(text) from None
 
 
 @contextlib.contextmanager

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 30.0
 _API_KEY = "PACELINE_API_KEY"
 _ADMIN_KEY = "PACELINE_ADMIN_KEY"
+_FILE_PROBLEMS: Mapping[type[OSError], str] = {
+    FileNotFoundError: "there is no such file",
+    IsADirectoryError: "it is a folder",
+    PermissionError: "you are not allowed to read it",
+}
 
 
 class GatewayUnavailable(CommandError):
@@ -135,7 +140,9 @@ class Gateway:
     ) -> GatewayUnavailable:
         """Return the error for a response with an error status, in the gateway's words."""
         if response.status_code == HTTPStatus.UNAUTHORIZED and not secret and source == _API_KEY:
-            return GatewayUnavailable(missing_key())
+            context = click.get_current_context(silent=True)
+            command = context.command_path if context else "paceline ..."
+            return GatewayUnavailable(f"this gateway needs a key: {_API_KEY}=pk-... {command}")
         hints: dict[int, str] = {
             HTTPStatus.PRECONDITION_FAILED: conflict_hint,
             HTTPStatus.UNAUTHORIZED: f"The command reads it from {source}.",
@@ -180,20 +187,26 @@ class Gateway:
         return GatewayUnavailable(f"the server at {self.url} is not a Paceline gateway.")
 
 
-def missing_key() -> str:
-    """Return what to type, with the name of the running command."""
-    context = click.get_current_context(silent=True)
-    command = context.command_path if context else "paceline ..."
-    return f"this gateway needs a key: {_API_KEY}=pk-... {command}"
-
-
 def connect(url: str, *, admin: bool = False) -> Gateway:
-    """Return the gateway at a URL; without one, that of the settings.
+    """Return the gateway at a URL; without one, that which runs here with the same settings.
 
     With `admin`, the default is the port for admins, if the settings name one.
     """
     key_variable = _ADMIN_KEY if admin else _API_KEY
-    return Gateway(url or _own_address(admin=admin), key_variable)
+    if url:
+        return Gateway(url, key_variable)
+    settings = load_settings()
+    host, port = settings.host, settings.port
+    if admin and settings.admin_port is not None:
+        host, port = settings.admin_host, settings.admin_port
+    if not port:
+        raise CommandError("the settings let the gateway take any free port; name it with --url.")
+    if not _is_own(host):
+        # Those of the working folder may be another person's: no key goes where they say.
+        raise CommandError(
+            f"the settings name the host {host!r}, which is not this machine; name it with --url."
+        )
+    return Gateway(local_url(host, port), key_variable)
 
 
 def plain_table(
@@ -221,28 +234,23 @@ def read_text(name: str) -> str:
 
 def file_problem(error: OSError) -> str:
     """Return why a file cannot be read, as the end of a sentence."""
-    match error:
-        case FileNotFoundError():
-            return "there is no such file"
-        case IsADirectoryError():
-            return "it is a folder"
-        case PermissionError():
-            return "you are not allowed to read it"
-    return error.strerror or "the system cannot read it"
+    told = error.strerror or "the system cannot read it"
+    return _FILE_PROBLEMS.get(type(error), told)
 
 
-def print_answer(answer: object, shown: str | RenderableType, *, as_json: bool) -> int:
+def print_answer(answer: object, shown: RenderableType, *, as_json: bool) -> int:
     """Print the gateway's answer as JSON, or its form for a terminal; return 0."""
-    if as_json:
-        print_json(answer)
-    else:
-        print_output(Text(shown) if isinstance(shown, str) else shown)
+    if not as_json:
+        return print_output(shown)
+    print_json(answer)
     return 0
 
 
-def print_output(shown: RenderableType) -> None:
-    """Print a table or text; colours only on a terminal."""
-    Console(highlight=False, soft_wrap=not isinstance(shown, Table)).print(shown)
+def print_output(shown: RenderableType) -> int:
+    """Print a table or text, with colours only on a terminal; return 0."""
+    text = Text(shown) if isinstance(shown, str) else shown
+    Console(highlight=False, soft_wrap=not isinstance(shown, Table)).print(text)
+    return 0
 
 
 def print_json(value: object) -> None:
@@ -274,19 +282,3 @@ def _is_own(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return True
-
-
-def _own_address(*, admin: bool) -> str:
-    """Return the address of a gateway that runs here with the same settings."""
-    settings = load_settings()
-    host, port = settings.host, settings.port
-    if admin and settings.admin_port is not None:
-        host, port = settings.admin_host, settings.admin_port
-    if not port:
-        raise CommandError("the settings let the gateway take any free port; name it with --url.")
-    if not _is_own(host):
-        # Those of the working folder may be another person's: no key goes where they say.
-        raise CommandError(
-            f"the settings name the host {host!r}, which is not this machine; name it with --url."
-        )
-    return local_url(host, port)

@@ -5,6 +5,7 @@ A command imports its module when it runs: help, completion and usage errors imp
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -13,19 +14,19 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from gateway.loadgen import json_object
-from paceline.command_line import COMPLETION_VARIABLE, CONTEXT, Command, seconds_from
+from paceline.command_line import COMPLETION_VARIABLE, CONTEXT, Command
 
 if TYPE_CHECKING:
     from gateway.config.settings import Settings
 
 PROGRAM = "paceline"
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
-Function = TypeVar("Function", bound=Callable[..., int])
+_ENGINES = "auto vllm-mlx mlx-vlm mlx-lm omlx lmstudio ollama llama.cpp paceline openai".split()
 
 
 class _Group(click.Group):
@@ -37,7 +38,7 @@ class _Group(click.Group):
         return list(self.commands)
 
 
-def _run(module: str, function: str, given: dict[str, Any]) -> int:
+def _run(module: str, function: str, **given: Any) -> int:
     """Import the module of a command and call its function."""
     from paceline.terminal import configure_logging  # noqa: PLC0415  # not for help
 
@@ -82,6 +83,11 @@ def _whole_number(text: str) -> int:
         raise click.BadParameter(f"'{text}' is not a whole number") from None
 
 
+def _limit(text: str) -> tuple[str, int]:
+    name, _, number = text.partition("=")
+    return name, _whole_number(number)
+
+
 def _expiry(text: str) -> str:
     """Return the time at which a duration from now ends."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", text)
@@ -104,54 +110,27 @@ def _output_file(text: str) -> Path:
     return file
 
 
-def _svg_file(text: str) -> Path:
-    if Path(text).suffix != ".svg":
-        raise click.BadParameter("the plot is an SVG file: use a name that ends in .svg")
-    return _output_file(text)
+def _option(names: str, text: str, metavar: str | None = None, **rest: Any) -> click.Option:
+    """Return an option; `names` is its flag, and its name in Python if that is another."""
+    return click.Option(names.split(), help=text, metavar=metavar, **rest)
 
 
-_url = click.option(
-    "--url",
-    default="",
-    metavar="URL",
-    help="The gateway (default: the one of the settings, else http://127.0.0.1:8000).",
+def _argument(name: str, text: str, metavar: str | None = None, **rest: Any) -> click.Argument:
+    return click.Argument([name], help=text, metavar=metavar, **rest)
+
+
+_URL = _option(
+    "--url", "The gateway (default: the one of the settings, else http://127.0.0.1:8000).", "URL"
 )
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print the gateway's response.")
-_policy_file = click.argument(
-    "file",
-    type=click.Path(),
-    metavar="FILE",
-    help="YAML, or JSON as .json; '-' reads YAML from standard input.",
+_AS_JSON = _option("--json as_json", "Print the gateway's response.", is_flag=True)
+_FILE = _argument("file", "YAML, or JSON as .json; '-' reads YAML from standard input.", "FILE")
+_NOTE = "The purpose; it is stored with the version."
+# The settings check the values.
+_SERVING = (
+    _option("--host", "Address to listen on (default: 127.0.0.1).", "ADDRESS"),
+    _option("--port", "Port; 0 takes a free one (default: 8000).", "N"),
+    _option("--config", "Settings file (default: paceline.yaml).", "FILE", type=click.Path()),
 )
-_author = click.option("--author", help="The author (default: this user and this machine).")
-
-
-def _serving(function: Function) -> Function:
-    """Add the options that `gateway` and `up` share; the settings check their values."""
-    for option in (
-        click.option("--token", help="Secret that workers join with (default: a stored one)."),
-        click.option(
-            "--config",
-            type=click.Path(),
-            metavar="FILE",
-            help="Settings file (default: paceline.yaml).",
-        ),
-        click.option("--port", metavar="N", help="Port; 0 takes a free one (default: 8000)."),
-        click.option(
-            "--host", metavar="ADDRESS", help="Address to listen on (default: 127.0.0.1)."
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def _read_settings(given: Mapping[str, str | None]) -> Settings:
-    """Read the settings of a gateway before its import; raise `StartupError` if one is invalid."""
-    from gateway.config.settings import load_settings  # noqa: PLC0415  # pydantic: not for help
-
-    config = Path(given["config"]) if given["config"] else None
-    token = given["token"] or None
-    return load_settings(config, host=given["host"], port=given["port"], join_token=token)
 
 
 @click.group(PROGRAM, cls=_Group, context_settings={**CONTEXT})
@@ -165,301 +144,47 @@ def paceline() -> None:
     """One OpenAI-compatible endpoint over all of a team's Macs."""
 
 
-@paceline.command()
-@_serving
-@click.option("--model", help="Folder or Hugging Face name of an MLX model (default: a toy model).")
-def up(model: str | None, **given: str | None) -> int:
-    """Run the gateway and one worker: an endpoint in one command."""
+_GROUPS = {
+    name: _Group(name, help=text)
+    for name, text in (
+        ("keys", "Create, list and revoke API keys, and show their usage."),
+        ("engines", "List and remove the engines of other kinds."),
+        ("prefix-cache", "Delete the conversations that workers have cached."),
+        ("policy", "Show and change the policy of a running gateway."),
+    )
+}
+
+
+def _add(
+    path: str, text: str, *params: click.Parameter, run: Callable[..., int] | None = None
+) -> None:
+    """Add a command; without `run` it runs the function of its name in the module of its group."""
+    group, _, name = path.rpartition(" ")
+    function = "run" if not group else "list_all" if name == "list" else name
+    run = run or functools.partial(_run, (group or name).replace("-", "_"), function)
+    within: click.Group = paceline
+    if group:
+        within = _GROUPS[group]
+        paceline.add_command(within)
+    within.add_command(Command(name, callback=run, help=text, params=[*params]))
+
+
+def _read_settings(given: Mapping[str, str | None]) -> Settings:
+    """Read the settings of a gateway before its import; raise `StartupError` if one is invalid."""
+    from gateway.config.settings import load_settings  # noqa: PLC0415  # pydantic: not for help
+
+    config = Path(given["config"]) if given["config"] else None
+    return load_settings(config, host=given["host"], port=given["port"])
+
+
+def _up(model: str | None, **given: str | None) -> int:
     settings = _read_settings(given)
     click.echo("Starting the gateway ...")  # to import it takes some seconds
-    return _run("up", "run", {"settings": settings, "model": model, "config": given["config"]})
+    return _run("up", "run", settings=settings, model=model, config=given["config"])
 
 
-@paceline.command()
-@click.argument(
-    "question",
-    required=False,
-    metavar="[QUESTION]",
-    help="Its text; without it, or for '-', the command reads standard input.",
-)
-@click.option(
-    "--image",
-    "images",
-    multiple=True,
-    type=click.Path(),
-    metavar="FILE",
-    help="A picture to send along; repeatable.",
-)
-@click.option("--model", help="Default: a model that the gateway serves.")
-@click.option("--system", metavar="TEXT", help="Instructions for the model.")
-@click.option(
-    "--temperature",
-    type=_temperature,
-    default="0",
-    metavar="X",
-    help="0 to 2 (default: 0, always the likeliest token, which the model can draft ahead).",
-)
-@click.option(
-    "--max-tokens", type=_number(int), metavar="N", help="End the answer after so many tokens."
-)
-@_url
-def ask(**given: Any) -> int:
-    """Ask one question, and print the answer as it arrives.
-
-    On a terminal a last line shows where it ran and why, how fast, and the share of drafted tokens
-    that the model accepted.
-    """
-    return _run("ask", "run", given)
-
-
-@paceline.command()
-@_url
-@click.option("--json", "as_json", is_flag=True, help="Print /v1/status unchanged.")
-@click.option(
-    "--watch",
-    type=seconds_from(0.1),
-    is_flag=False,
-    flag_value=2.0,
-    metavar="[SECONDS]",
-    help="Repeat until Ctrl-C (default: every 2 s).",
-)
-def status(**given: Any) -> int:
-    """Show lanes, workers and draft acceptance."""
-    return _run("status", "run", given)
-
-
-@paceline.command()
-@click.argument(
-    "request",
-    type=click.Path(),
-    metavar="REQUEST.json",
-    help="Body of a request; '-' reads standard input.",
-)
-@_url
-@_as_json
-def explain(**given: Any) -> int:
-    """Show where a request would be routed, and why."""
-    return _run("explain", "run", given)
-
-
-@paceline.command()
-@_url
-@_as_json
-def errors(**given: Any) -> int:
-    """Show the last requests that failed: of all keys with the admin key, else of your own."""
-    return _run("errors", "run", given)
-
-
-@paceline.group()
-def keys() -> None:
-    """Create, list and revoke API keys, and show their usage."""
-
-
-@keys.command("create")
-@click.argument("name", help="Its owner.")
-@click.option("--team", help="Usage is summed by team.")
-@click.option("--model", "models", multiple=True, help="Allow only this model; repeatable.")
-@click.option("--pool", "pools", multiple=True, help="Allow only this pool; repeatable.")
-@click.option(
-    "--priority",
-    type=click.Choice(["interactive", "default", "bulk"]),
-    help="The highest priority allowed.",
-)
-@click.option("--requests-a-minute", type=_whole_number, metavar="N")
-@click.option("--tokens-a-minute", type=_whole_number, metavar="N")
-@click.option("--concurrent-requests", type=_whole_number, metavar="N")
-@click.option("--tokens-a-day", type=_whole_number, metavar="N")
-@click.option(
-    "--expires-in",
-    "expires_at",
-    type=_expiry,
-    metavar="TIME",
-    help="90m, 12h or 30d (default: never).",
-)
-@click.option("--yes", is_flag=True, help="Create the first key without a confirmation.")
-@_url
-@_as_json
-def create_key(**given: Any) -> int:
-    """Create a key; its secret is shown only once."""
-    return _run("keys", "create", given)
-
-
-@keys.command("list")
-@_url
-@_as_json
-def list_keys(**given: Any) -> int:
-    """List all keys, without their secrets."""
-    return _run("keys", "list_all", given)
-
-
-@keys.command("revoke")
-@click.argument("key_id", metavar="ID", help="The id that `paceline keys list` shows.")
-@_url
-@_as_json
-def revoke_key(**given: Any) -> int:
-    """Revoke a key, and end its running requests."""
-    return _run("keys", "revoke", given)
-
-
-@keys.command("usage")
-@click.option("--from", "first", metavar="DAY", help="Like 2026-11-01.")
-@click.option("--to", "last", metavar="DAY", help="Like 2026-11-30 (default: today).")
-@_url
-@_as_json
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
-def key_usage(as_json: bool, as_csv: bool, **given: Any) -> int:
-    """Show the usage of keys by day (UTC)."""
-    if as_json and as_csv:
-        raise click.UsageError("--json is not allowed with --csv.")
-    return _run("keys", "usage", {**given, "as_json": as_json, "as_csv": as_csv})
-
-
-@paceline.command("join-engine")
-@click.argument("engine_url", metavar="URL", help="Its address, such as http://127.0.0.1:1234.")
-@click.option(
-    "--kind",
-    type=click.Choice(
-        [
-            *("auto", "vllm-mlx", "mlx-vlm", "mlx-lm", "omlx", "lmstudio", "ollama", "llama.cpp"),
-            *("paceline", "openai"),
-        ]
-    ),
-    default="auto",
-    help="Default: auto, the gateway asks the engine.",
-)
-@click.option("--id", "engine_id", metavar="ID", help="Default: made of its address.")
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    metavar="NAME[=ENGINE_NAME]",
-    help="Serve this model, by another name for clients if two are given; repeatable "
-    "(default: all that it lists).",
-)
-@click.option("--pool", "pools", multiple=True, help="Repeatable (default: those of its kind).")
-@click.option("--label", "labels", multiple=True, help="For pools of the policy; repeatable.")
-@click.option(
-    "--slots",
-    type=_whole_number,
-    metavar="N",
-    help="Requests at a time (default: what it tells, or a number of its kind).",
-)
-@click.option(
-    "--api-key-env",
-    metavar="NAME",
-    help="The variable, at the gateway, that holds its API key; it ends in _API_KEY.",
-)
-@click.option("--cache-salt", is_flag=True, help="It isolates clients by vLLM's field cache_salt.")
-@_url
-@_as_json
-def join_engine(**given: Any) -> int:
-    """Add a running LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp.
-
-    The gateway asks it for its kind and its models, and sends it requests from then on.
-    """
-    return _run("engines", "join", given)
-
-
-@paceline.group()
-def engines() -> None:
-    """List and remove the engines of other kinds."""
-
-
-@engines.command("list")
-@_url
-@_as_json
-def list_engines(**given: Any) -> int:
-    """List those of the settings and those that were joined."""
-    return _run("engines", "list_all", given)
-
-
-@engines.command("remove")
-@click.argument("engine_id", metavar="ID", help="The id that `paceline engines list` shows.")
-@_url
-def remove_engine(**given: Any) -> int:
-    """Remove an engine that was joined; its running requests continue."""
-    return _run("engines", "remove", given)
-
-
-@paceline.group("prefix-cache")
-def prefix_cache() -> None:
-    """Delete the conversations that workers have cached."""
-
-
-@prefix_cache.command("clear")
-@click.argument("workers", nargs=-1, metavar="[WORKER]...", help="Their ids (default: all).")
-@_url
-def clear_prefix_cache(**given: Any) -> int:
-    """Empty the prefix caches of workers, in memory and on disk."""
-    return _run("prefix_cache", "clear", given)
-
-
-@paceline.group()
-def policy() -> None:
-    """Show and change the policy of a running gateway."""
-
-
-@policy.command("show")
-@click.option("--version", type=_whole_number, metavar="N", help="Print this version.")
-@_url
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of YAML.")
-def show_policy(**given: Any) -> int:
-    """Print the active policy, or an earlier version."""
-    return _run("policy", "show", given)
-
-
-@policy.command("validate")
-@_policy_file
-@click.option("--offline", is_flag=True, help="Check it without a gateway.")
-@_url
-def validate_policy(**given: Any) -> int:
-    """Check whether a policy is valid."""
-    return _run("policy", "validate", given)
-
-
-@policy.command("diff")
-@_policy_file
-@_url
-def compare_policy(**given: Any) -> int:
-    """Show what a policy would change, and which requests it would move."""
-    return _run("policy", "diff", given)
-
-
-@policy.command("apply")
-@_policy_file
-@click.option("--note", required=True, help="The purpose; it is stored with the version.")
-@_author
-@_url
-def apply_policy(**given: Any) -> int:
-    """Activate a policy."""
-    return _run("policy", "apply", given)
-
-
-@policy.command("history")
-@_url
-def policy_history(**given: Any) -> int:
-    """List the versions of the policy, the newest first."""
-    return _run("policy", "history", given)
-
-
-@policy.command("rollback")
-@click.argument("version", type=_whole_number, metavar="VERSION")
-@click.option("--note", default="", help="The purpose; it is stored with the version.")
-@_author
-@_url
-def roll_policy_back(**given: Any) -> int:
-    """Activate an earlier version again."""
-    return _run("policy", "rollback", given)
-
-
-@paceline.command()
-@_serving
-def gateway(**given: str | None) -> int:
-    """Run the gateway alone.
-
-    Workers join it, or paceline.yaml lists them.
-    """
-    return _run("gateway", "run", {"settings": _read_settings(given)})
+def _gateway(**given: str | None) -> int:
+    return _run("gateway", "run", settings=_read_settings(given))
 
 
 class _EngineCommand(click.Command):
@@ -483,110 +208,240 @@ class _EngineCommand(click.Command):
         self.invoke(ctx)
 
 
-for _name, _module, _help in (
-    ("worker", "workers", "Serve a model on this machine."),
-    ("doctor", "workers.doctor", "Measure this Mac, and say what to run on it."),
-):
-    paceline.add_command(_EngineCommand(_name, _module, _help))
-
-
-@paceline.command()
-@_url
-@click.option("--model", default="", help="Default: the first model of the endpoint.")
-@click.option(
-    "--compare",
-    metavar="URL",
-    default="",
-    help="A second endpoint, measured in alternation; its key is in PACELINE_COMPARE_API_KEY.",
-)
-@click.option(
-    "--compare-model", default="", help="Default: the same model if the endpoint serves it."
-)
-@click.option(
-    "--concurrency",
-    type=_numbers(int),
-    metavar="N,N,...",
-    help="Levels of concurrent requests, one after another (default: 1).",
-)
-@click.option(
-    "--rate",
-    type=_numbers(float),
-    metavar="R,R,...",
-    help="Levels of requests per second instead; latencies count from the time at which each "
-    "request is due.",
-)
-@click.option(
-    "--requests",
-    type=_number(int),
-    metavar="N",
-    help="Requests per measurement (default: at least 16).",
-)
-@click.option(
-    "--prompts",
-    type=Path,
-    metavar="FILE.jsonl",
-    help="JSON lines with 'prompt' or 'messages'.",
-)
-@click.option("--max-tokens", type=_number(int), default="256", metavar="N", help="Default: 256.")
-@click.option(
-    "--temperature", type=float, default=0.0, metavar="T", help="Default: 0, which is greedy."
-)
-@click.option(
-    "--body",
-    type=_json_object,
-    default="{}",
-    metavar="JSON",
-    help="Further fields of every request.",
-)
-@click.option(
-    "--compare-body",
-    type=_json_object,
-    metavar="JSON",
-    help="""For the second endpoint, like '{"draft_tokens": 0}' (default: --body).""",
-)
-@click.option(
-    "--seed",
-    type=_whole_number,
-    default="0",
-    metavar="N",
-    help="Selects prompts and arrival times.",
-)
-@click.option(
-    "--repeat",
-    type=_number(int),
-    metavar="N",
-    help="Repetitions (default: 1; 2 in a comparison).",
-)
-@click.option(
-    "--json",
-    "json_file",
-    type=_output_file,
-    metavar="FILE",
-    help="Write all figures, under the names of vLLM.",
-)
-@click.option(
-    "--plot", type=_svg_file, metavar="FILE.svg", help="Plot the figures by level of load."
-)
-def bench(**given: Any) -> int:
-    """Measure any OpenAI endpoint: first token, throughput, drafts."""
-    if given["rate"] and given["concurrency"]:
-        raise click.UsageError("--rate is not allowed with --concurrency.")
-    return _run("bench", "run", given)
-
-
-@paceline.command(
-    epilog="""For zsh, the shell of macOS, add this line to ~/.zshrc:
-
-    \b
-      eval "$(paceline completion zsh)"
-    """
-)
-@click.argument("shell", type=click.Choice(["bash", "fish", "zsh"]))
-def completion(shell: str) -> int:
-    """Print a script that completes commands and options."""
+def _completion(shell: str) -> int:
     from click.shell_completion import get_completion_class  # noqa: PLC0415  # seldom needed
 
     script = get_completion_class(shell)
     assert script is not None
     click.echo(script(paceline, {}, PROGRAM, COMPLETION_VARIABLE).source())
     return 0
+
+
+_add(
+    "up",
+    "Run the gateway and one worker: an endpoint in one command.",
+    *_SERVING,
+    _option("--model", "Folder or Hugging Face name of an MLX model (default: a toy model)."),
+    run=_up,
+)
+_add(
+    "ask",
+    "Ask one question, and print the answer as it arrives.\n\nOn a terminal a last line shows "
+    "where it ran and why, how fast, and the share of drafted tokens that the model accepted.",
+    _argument(
+        "question",
+        "Its text; without it, or for '-', the command reads standard input.",
+        "[QUESTION]",
+        required=False,
+    ),
+    _option(
+        "--image images",
+        "A picture to send along; repeatable.",
+        "FILE",
+        multiple=True,
+        type=click.Path(),
+    ),
+    _option("--model", "Default: a model that the gateway serves."),
+    _option(
+        "--temperature",
+        "0 to 2 (default: 0, always the likeliest token, which the model can draft ahead).",
+        "X",
+        type=_temperature,
+        default="0",
+    ),
+    _URL,
+)
+_add(
+    "status",
+    "Show lanes, workers and draft acceptance.",
+    _URL,
+    _option("--json as_json", "Print /v1/status unchanged.", is_flag=True),
+)
+_add(
+    "explain",
+    "Show where a request would be routed, and why.",
+    _argument("request", "Body of a request; '-' reads standard input.", "REQUEST.json"),
+    _URL,
+    _AS_JSON,
+)
+_add(
+    "errors",
+    "Show the last requests that failed: of all keys with the admin key, else of your own.",
+    _URL,
+)
+
+_add(
+    "keys create",
+    "Create a key; its secret is shown only once.",
+    _argument("name", "Its owner."),
+    _option("--team", "Usage is summed by team."),
+    _option("--model models", "Allow only this model; repeatable.", multiple=True),
+    _option("--pool pools", "Allow only this pool; repeatable.", multiple=True),
+    _option(
+        "--priority",
+        "The highest priority allowed.",
+        type=click.Choice(["interactive", "default", "bulk"]),
+    ),
+    _option(
+        "--limit limits",
+        "requests_a_minute, tokens_a_minute, concurrent_requests or tokens_a_day; repeatable.",
+        "NAME=N",
+        multiple=True,
+        type=_limit,
+    ),
+    _option("--expires-in expires_at", "90m, 12h or 30d (default: never).", "TIME", type=_expiry),
+    _URL,
+    _AS_JSON,
+)
+_add("keys list", "List all keys, without their secrets.", _URL)
+_add(
+    "keys revoke",
+    "Revoke a key, and end its running requests.",
+    _argument("key_id", "The id that `paceline keys list` shows.", "ID"),
+    _URL,
+)
+_add(
+    "keys usage",
+    "Show the usage of keys by day (UTC).",
+    _option("--from first", "Like 2026-11-01.", "DAY"),
+    _option("--to last", "Like 2026-11-30 (default: today).", "DAY"),
+    _URL,
+    _option("--csv as_csv", "Print CSV.", is_flag=True),
+)
+
+_add(
+    "join-engine",
+    "Add a running LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp.\n\nThe gateway "
+    "asks it for its kind and its models, and sends it requests from then on.",
+    _argument("engine_url", "Its address, such as http://127.0.0.1:1234.", "URL"),
+    _option(
+        "--kind",
+        "Default: auto, the gateway asks the engine.",
+        type=click.Choice(_ENGINES),
+        default="auto",
+    ),
+    _option("--id engine_id", "Default: made of its address.", "ID"),
+    _option(
+        "--model models",
+        "Serve this model, by another name for clients if two are given; repeatable (default: all "
+        "that it lists).",
+        "NAME[=ENGINE_NAME]",
+        multiple=True,
+    ),
+    _option("--pool pools", "Repeatable (default: those of its kind).", multiple=True),
+    _option("--label labels", "For pools of the policy; repeatable.", multiple=True),
+    _option(
+        "--slots",
+        "Requests at a time (default: what it tells, or a number of its kind).",
+        "N",
+        type=_whole_number,
+    ),
+    _option(
+        "--api-key-env",
+        "The variable, at the gateway, that holds its API key; it ends in _API_KEY.",
+        "NAME",
+    ),
+    _option("--cache-salt", "It isolates clients by vLLM's field cache_salt.", is_flag=True),
+    _URL,
+    run=functools.partial(_run, "engines", "join"),
+)
+_add("engines list", "List those of the settings and those joined.", _URL)
+_add(
+    "engines remove",
+    "Remove an engine that was joined; its running requests continue.",
+    _argument("engine_id", "The id that `paceline engines list` shows.", "ID"),
+    _URL,
+)
+
+_add(
+    "prefix-cache clear",
+    "Empty the prefix caches of workers, in memory and on disk.",
+    _argument("workers", "Their ids (default: all).", "[WORKER]...", nargs=-1),
+    _URL,
+)
+
+_add(
+    "policy show",
+    "Print the active policy, or an earlier version.",
+    _option("--version", "Print this version.", "N", type=_whole_number),
+    _URL,
+)
+_add(
+    "policy validate",
+    "Check whether a policy is valid.",
+    _FILE,
+    _option("--offline", "Check it without a gateway.", is_flag=True),
+    _URL,
+)
+_add(
+    "policy diff", "Show what a policy would change, and which requests it would move.", _FILE, _URL
+)
+_add("policy apply", "Activate a policy.", _FILE, _option("--note", _NOTE, required=True), _URL)
+_add("policy history", "List the versions, the newest first.", _URL)
+_add(
+    "policy rollback",
+    "Activate an earlier version again.",
+    _argument("version", "Its number.", "VERSION", type=_whole_number),
+    _option("--note", _NOTE, default=""),
+    _URL,
+)
+
+_add(
+    "gateway",
+    "Run the gateway alone.\n\nWorkers join it, or paceline.yaml lists them.",
+    *_SERVING,
+    run=_gateway,
+)
+for _name, _module, _help in (
+    ("worker", "workers", "Serve a model on this machine."),
+    ("doctor", "workers.doctor", "Measure this Mac, and say what to run on it."),
+):
+    paceline.add_command(_EngineCommand(_name, _module, _help))
+_add(
+    "bench",
+    "Measure any OpenAI endpoint: first token, throughput, drafts.",
+    _URL,
+    _option("--model", "Default: the first model of the endpoint.", default=""),
+    _option(
+        "--compare",
+        "A second endpoint, measured in alternation; its key is in PACELINE_COMPARE_API_KEY.",
+        "URL",
+        default="",
+    ),
+    _option(
+        "--concurrency",
+        "Levels of concurrent requests, one after another (default: 1).",
+        "N,N,...",
+        type=_numbers(int),
+    ),
+    _option(
+        "--rate",
+        "Levels of requests per second instead; latencies count from the time at which each "
+        "request is due.",
+        "R,R,...",
+        type=_numbers(float),
+    ),
+    _option(
+        "--requests", "Requests per measurement (default: at least 16).", "N", type=_number(int)
+    ),
+    _option("--prompts", "JSON lines with 'prompt' or 'messages'.", "FILE.jsonl", type=Path),
+    _option("--max-tokens", "Default: 256.", "N", type=_number(int), default="256"),
+    _option("--body", "Further fields of every request.", "JSON", type=_json_object, default="{}"),
+    _option(
+        "--compare-body",
+        """For the second endpoint, like '{"draft_tokens": 0}' (default: --body).""",
+        "JSON",
+        type=_json_object,
+    ),
+    _option("--repeat", "Repetitions (default: 1; 2 in a comparison).", "N", type=_number(int)),
+    _option(
+        "--json json_file", "Write all figures, under the names of vLLM.", "FILE", type=_output_file
+    ),
+)
+_add(
+    "completion",
+    "Print a script that completes commands and options.\n\nFor zsh, the shell of macOS, add this "
+    'line to ~/.zshrc:\n\n\b\n  eval "$(paceline completion zsh)"',
+    click.Argument(["shell"], type=click.Choice(["bash", "fish", "zsh"])),
+    run=_completion,
+)

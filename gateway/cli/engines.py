@@ -9,7 +9,7 @@ from urllib.parse import quote
 from rich.text import Text
 
 from gateway.cli import CommandError
-from gateway.cli.client import connect, plain_table, print_answer, print_output
+from gateway.cli.client import connect, plain_table, print_output
 
 _PATH = "/admin/v1/engines"
 
@@ -26,7 +26,6 @@ def join(
     api_key_env: str | None,
     cache_salt: bool,
     url: str,
-    as_json: bool,
 ) -> int:
     """Join an engine, and show what the gateway has found there."""
     terms: dict[str, Any] = {
@@ -49,10 +48,10 @@ def join(
     ]
     if engine["problem"]:
         lines.append(f"It gets no requests yet: {engine['problem']}")
-    return print_answer(engine, "\n".join(lines), as_json=as_json)
+    return print_output("\n".join(lines))
 
 
-def list_all(*, url: str, as_json: bool) -> int:
+def list_all(*, url: str) -> int:
     """List all engines."""
     answer = connect(url, admin=True).read("GET", _PATH)
     table = plain_table("Id", "Kind", "URL", "From", "Models", "Pools", "State", numbers=("Slots",))
@@ -63,14 +62,13 @@ def list_all(*, url: str, as_json: bool) -> int:
             *(engine["id"], engine["kind"], engine["url"], engine["source"], names),
             *(", ".join(engine["pools"]), state, str(engine["slots"])),
         )
-    return print_answer(answer, table, as_json=as_json)
+    return print_output(table)
 
 
 def remove(*, engine_id: str, url: str) -> int:
     """Remove an engine."""
     connect(url, admin=True).send("DELETE", f"{_PATH}/{quote(engine_id, safe='')}")
-    print_output(Text(f"Removed {engine_id}."))
-    return 0
+    return print_output(f"Removed {engine_id}.")
 
 
 def _names(models: Sequence[str]) -> Mapping[str, str]:

@@ -34,11 +34,6 @@ def run(*, request: str, url: str, as_json: bool) -> int:
         name = "standard input" if request == "-" else request
         raise CommandError(f"{name} is not JSON: line {error.lineno}, {error.msg}.") from None
     explanation = connect(url).read("POST", "/v1/route/explain", json=body)
-    return print_answer(explanation, "\n".join(_sentences(explanation)), as_json=as_json)
-
-
-def _sentences(explanation: Mapping[str, Any]) -> list[str]:
-    """Return the decision with its reason, then the alternatives."""
     first, *rest = explanation["candidates"] or [None]
     lines = ["No worker can take this request now."]
     if first is not None:
@@ -50,7 +45,7 @@ def _sentences(explanation: Mapping[str, Any]) -> list[str]:
     if unavailable := explanation["unavailable"]:
         states = (f"{worker} ({state})" for worker, state in unavailable.items())
         lines.append(f"Unavailable: {', '.join(states)}.")
-    return lines
+    return print_answer(explanation, "\n".join(lines), as_json=as_json)
 
 
 def _place(candidate: Mapping[str, Any]) -> str:

@@ -31,7 +31,12 @@ async def _serve(settings: Settings) -> None:
     notices: list[asyncio.Task[None]] = []
 
     def started(listening: Listening) -> None:
-        _print_addresses(settings, listening)
+        if not listening.keyed:
+            sys.stdout.write(_UNKEYED)
+        if listening.admin_url:
+            sys.stdout.write(f"The admin port listens on {listening.admin_url}\n")
+        sys.stdout.write(f"Admin page: {admin_page(settings, listening)}\n")
+        _print(f"Paceline listens on {listening.url}")
         notice = announce_shutdown(shutdown, listening.running_requests, _print)
         notices.append(asyncio.create_task(notice))
 
@@ -76,13 +81,3 @@ def admin_page(given: Settings, listening: Listening) -> str:
     if given.admin_key is None and settings.admin_key is not None and sys.stdout.isatty():
         return f"{page}#admin-key={settings.admin_key.get_secret_value()}"
     return f"{page} (admin key: {secret_source(given, 'admin_key')})"
-
-
-def _print_addresses(given: Settings, listening: Listening) -> None:
-    if not listening.keyed:
-        sys.stdout.write(_UNKEYED)
-    if listening.admin_url:
-        sys.stdout.write(f"The admin port listens on {listening.admin_url}\n")
-    sys.stdout.write(f"Admin page: {admin_page(given, listening)}\n")
-    sys.stdout.write(f"Paceline listens on {listening.url}\n")
-    sys.stdout.flush()

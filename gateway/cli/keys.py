@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from gateway.cli import CommandError
-from gateway.cli.client import connect, plain_table, print_answer
+from gateway.cli.client import connect, plain_table, print_answer, print_output
 
 _PATH = "/admin/v1/keys"
 _USAGE_PATH = "/admin/v1/usage"
@@ -24,12 +24,14 @@ _FIRST_KEY = "All clients need a key from now on; this cannot be undone."
 _STATE_STYLES = {"active": "green", "expired": "yellow", "revoked": "red"}
 
 
-def create(*, url: str, as_json: bool, yes: bool, **terms: Any) -> int:
+def create(*, url: str, as_json: bool, limits: Sequence[tuple[str, int]], **terms: Any) -> int:
     """Create a key with the given terms; on a terminal the first one needs a confirmation."""
-    body = {name: value for name, value in terms.items() if value not in (None, ())}
+    body = {name: value for name, value in terms.items() if value not in (None, ())} | dict(limits)
     gateway = connect(url, admin=True)
-    if not yes and not gateway.read("GET", _PATH)["required"]:
-        _confirm_first_key()
+    if not gateway.read("GET", _PATH)["required"]:
+        sys.stderr.write(f"This is the first key. {_FIRST_KEY}\n")
+        if sys.stdin.isatty() and not click.confirm("Create it?", err=True):
+            raise CommandError("no key was created.")
     key = gateway.read("POST", _PATH, json=body)
     shown = (
         f"Created {key['id']} for {key['name']}. The secret is shown only this once:\n\n"
@@ -38,14 +40,7 @@ def create(*, url: str, as_json: bool, yes: bool, **terms: Any) -> int:
     return print_answer(key, shown, as_json=as_json)
 
 
-def _confirm_first_key() -> None:
-    """Warn of what the first key changes, and on a terminal ask for a confirmation."""
-    sys.stderr.write(f"This is the first key. {_FIRST_KEY}\n")
-    if sys.stdin.isatty() and not click.confirm("Create it?", err=True):
-        raise CommandError("no key was created.")
-
-
-def list_all(*, url: str, as_json: bool) -> int:
+def list_all(*, url: str) -> int:
     """List all keys."""
     answer = connect(url, admin=True).read("GET", _PATH)
     table = plain_table("Id", "Name", "Team", "Begins", "State", "May use", "Limits")
@@ -55,16 +50,16 @@ def list_all(*, url: str, as_json: bool) -> int:
         table.add_row(
             *(key["id"], key["name"], key["team"], key["prefix"], state, scope, _limits(key))
         )
-    return print_answer(answer, table, as_json=as_json)
+    return print_output(table)
 
 
-def revoke(*, key_id: str, url: str, as_json: bool) -> int:
+def revoke(*, key_id: str, url: str) -> int:
     """Revoke a key."""
     key = connect(url, admin=True).read("DELETE", f"{_PATH}/{quote(key_id, safe='')}")
-    return print_answer(key, f"Revoked {key['id']} of {key['name']}.", as_json=as_json)
+    return print_output(f"Revoked {key['id']} of {key['name']}.")
 
 
-def usage(*, first: str | None, last: str | None, url: str, as_json: bool, as_csv: bool) -> int:
+def usage(*, first: str | None, last: str | None, url: str, as_csv: bool) -> int:
     """Show the usage of keys by day."""
     gateway = connect(url, admin=True)
     days = {"from": first, "to": last}
@@ -80,7 +75,7 @@ def usage(*, first: str | None, last: str | None, url: str, as_json: bool, as_cs
         name = row["name"] or ("" if row["key"] else "without a key")
         named = {**row, "name": name, "cached": _cached(row)}
         table.add_row(*(str(named[column]) for column in _USAGE_COLUMNS))
-    return print_answer(answer, table, as_json=as_json)
+    return print_output(table)
 
 
 def _cached(row: Mapping[str, Any]) -> str:

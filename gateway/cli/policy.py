@@ -19,7 +19,6 @@ from gateway.cli.client import (
     Gateway,
     connect,
     plain_table,
-    print_json,
     print_output,
     read_text,
 )
@@ -58,14 +57,10 @@ class _PolicyFile:
                 )
 
 
-def show(*, version: int | None, url: str, as_json: bool) -> int:
+def show(*, version: int | None, url: str) -> int:
     """Print the active policy, or an earlier version."""
     gateway = connect(url, admin=True)
     path = _PATH if version is None else f"{_PATH}/history/{version}"
-    if as_json:
-        shown = gateway.read("GET", path)
-        print_json(shown if version is None else shown["document"])
-        return 0
     response = gateway.send("GET", path, headers={"accept": "application/yaml"})
     number, etag = (response.headers.get(name) for name in ("x-paceline-policy-version", "etag"))
     if number is None:
@@ -103,15 +98,17 @@ def validate(*, file: str, offline: bool, url: str) -> int:
 
 def diff(*, file: str, url: str) -> int:
     """Print what a policy would change."""
-    _print_difference(_PolicyFile(file).post(connect(url, admin=True), "/diff"))
-    return 0
+    return print_output(
+        render_difference(_PolicyFile(file).post(connect(url, admin=True), "/diff"))
+    )
 
 
-def apply(*, file: str, note: str, author: str | None, url: str) -> int:
+def apply(*, file: str, note: str, url: str) -> int:
     """Activate a policy, and print what it changes."""
     policy, gateway = _PolicyFile(file), connect(url, admin=True)
     difference = policy.post(gateway, "/diff")
-    if not _print_difference(difference):
+    print_output(render_difference(difference))
+    if not difference["changes"]:
         return 0
     etag = difference["onto"]["etag"]
     hint = "Nothing was changed. Check `paceline policy diff`, then try again."
@@ -121,49 +118,39 @@ def apply(*, file: str, note: str, author: str | None, url: str) -> int:
             f"Nothing was changed: {file} is based on version {policy.mark['version']}. Merge "
             "the output of `paceline policy show` into the file, including its first line."
         )
-    headers = {**policy.headers, **_edit_headers(author, note, etag)}
+    headers = {**policy.headers, **_edit_headers(note, etag)}
     # The gateway stores the text, to which `show` adds the mark of its version.
     content = _MARK_LINE.sub("", policy.text).encode()
     version = gateway.read("PUT", _PATH, content=content, headers=headers, conflict_hint=hint)
     policy.update_mark(version)
-    return _print_version(version)
+    return print_output(f"Version {version['number']} is active.")
 
 
-def rollback(*, version: int, note: str, author: str | None, url: str) -> int:
+def rollback(*, version: int, note: str, url: str) -> int:
     """Activate an earlier version again, and print what it changes."""
     gateway = connect(url, admin=True)
     earlier = gateway.read("GET", f"{_PATH}/history/{version}")
     difference = gateway.read("POST", f"{_PATH}/diff", json=earlier["document"])
-    if not _print_difference(difference):
+    print_output(render_difference(difference))
+    if not difference["changes"]:
         return 0
     restored = gateway.read(
         "POST",
         f"{_PATH}/rollback",
         json={"version": version},
-        headers=_edit_headers(author, note, difference["onto"]["etag"]),
+        headers=_edit_headers(note, difference["onto"]["etag"]),
         conflict_hint="Nothing was changed. Check `paceline policy history`, then try again.",
     )
-    return _print_version(restored)
+    return print_output(f"Version {restored['number']} is active.")
 
 
-def _print_difference(difference: Mapping[str, Any]) -> bool:
-    """Print a difference; return whether it changes anything."""
-    print_output(render_difference(difference))
-    return bool(difference["changes"])
-
-
-def _edit_headers(author: str | None, note: str, etag: str) -> dict[str, str]:
+def _edit_headers(note: str, etag: str) -> dict[str, str]:
     """Return the author and note of an edit, and the version on which it is based."""
     return {
-        "x-paceline-author": quote(_default_author() if author is None else author),
+        "x-paceline-author": quote(_author()),
         "x-paceline-note": quote(note),
         "if-match": f'"{etag}"',
     }
-
-
-def _print_version(version: Mapping[str, Any]) -> int:
-    sys.stdout.write(f"Version {version['number']} is active.\n")
-    return 0
 
 
 def history(*, url: str) -> int:
@@ -174,15 +161,14 @@ def history(*, url: str) -> int:
         number = Text(str(version["number"]), style="" if index else "green")
         rest = (version[name] for name in ("time", "author", "reason", "note"))
         table.add_row(number, *map(Text, rest))
-    print_output(table)
-    return 0
+    return print_output(table)
 
 
 def _mark(number: object, etag: str) -> str:
     return f"# policy version {number}, etag {etag}"
 
 
-def _default_author() -> str:
+def _author() -> str:
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError):  # a user without a name, as in a container

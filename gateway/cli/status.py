@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from datetime import datetime
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import Gateway, GatewayUnavailable, connect, plain_table, print_json
-from paceline.terminal import printable
+from gateway.cli.client import connect, plain_table, print_json
 
-_WATCH_TIMEOUT_S = 5.0
 _LOAD = ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step")
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
 
 
-def run(*, url: str, as_json: bool, watch: float | None) -> int:
+def run(*, url: str, as_json: bool) -> int:
     """Print the state of a gateway; return 0 if it is ready, else 1."""
-    gateway = connect(url)
-    if watch:
-        with contextlib.suppress(KeyboardInterrupt):
-            _watch(gateway, watch, as_json=as_json)
-        return 0
-    state = gateway.read("GET", "/v1/status")
+    state = connect(url).read("GET", "/v1/status")
     if as_json:
         print_json(state)
     else:
-        Console(highlight=False).print(render(state))
+        Console(highlight=False).print(_render(state))
     return 0 if state["gateway"]["ready"] else 1
 
 
-def render(state: Mapping[str, Any]) -> Group:
+def _render(state: Mapping[str, Any]) -> Group:
     """Draw pools above workers, each with the acceptance of its drafts."""
     lines = [_headline(state)]
     mtp = state["mtp"]
@@ -104,50 +91,3 @@ def _load(lane: Mapping[str, Any]) -> tuple[str, ...]:
         f"{mtp['acceptance_rate']:.1%}" if drafted else none,
         f"{mtp['mean_acceptance_length']:.2f}" if drafted else none,
     )
-
-
-def _watch(gateway: Gateway, every_s: float, *, as_json: bool) -> None:
-    """Print the state until Ctrl-C: one screen on a terminal, one report after another to a pipe.
-
-    If the gateway goes away, its last state stays on the screen, marked as old.
-    """
-    if as_json:
-        for state, problem in _states(gateway, every_s):
-            if state is None:
-                sys.stderr.write(printable(f"paceline: {problem}\n"))
-            else:
-                print(json.dumps(state), flush=True)  # noqa: T201
-        return
-    console = Console(highlight=False)
-    if console.is_terminal:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            for screen in _screens(gateway, every_s):
-                live.update(screen, refresh=True)
-    for screen in _screens(gateway, every_s):
-        console.print(screen, "")
-
-
-def _screens(gateway: Gateway, every_s: float) -> Iterator[RenderableType]:
-    """Draw each state under a line with its time."""
-    last: tuple[datetime, Mapping[str, Any]] | None = None
-    for state, problem in _states(gateway, every_s):
-        now = datetime.now().astimezone()
-        head = Text(f"{gateway.url}  {now:%H:%M:%S}  every {every_s:g} s", style="dim")
-        if state is not None:
-            last = now, state
-            yield Group(head, render(state))
-        elif last is None:
-            yield Group(head, Text(problem, style="red"))
-        else:
-            notice = Text(f"{problem} The state at {last[0]:%H:%M:%S} was:", style="red")
-            yield Group(head, notice, render(last[1]))
-
-
-def _states(gateway: Gateway, every_s: float) -> Iterator[tuple[Mapping[str, Any] | None, str]]:
-    """Yield a state, or the reason for its absence, at each interval."""
-    while True:
-        try:
-            yield gateway.read("GET", "/v1/status", timeout=_WATCH_TIMEOUT_S), ""
-        except GatewayUnavailable as reason:
-            yield None, str(reason)
-        time.sleep(every_s)

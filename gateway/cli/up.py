@@ -46,7 +46,9 @@ Ask it a question:
 
 Start page: {local} (with code to copy for your programs)
 Live page: {local}/dashboard
-Admin page: {admin_page}"""
+Admin page: {admin_page}
+
+"""
 _JOIN = """\
 Another Mac joins with
     {command} worker --join {address} --token {token} --model NAME"""
@@ -197,13 +199,17 @@ class _WorkerRunner:
         command = "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])
         messages = [{"role": "user", "content": _QUESTION}]
         body = {"model": model, "temperature": 0, "messages": messages}
+        host = self.given.host
+        every = self._local_address != base_url(host, self._port)
+        # Other machines reach it there.
+        address = base_url(_network_host() if every else host, self._port)
         # The commands that follow find this gateway, and a restart serves the same model.
         own_port = self.given.port != Settings.model_fields["port"].default
         at = f" --url {self._local_address}" if own_port else ""
         port_flags = ("--port", str(self._port)) if own_port else ()
         flags = "".join(f" {shlex.quote(flag)}" for flag in (*port_flags, *self.worker_flags))
         ready = _READY.format(
-            address=self._local_address if local_only else self._network_address,
+            address=address,
             local=self._local_address,
             model=model,
             command=command,
@@ -215,25 +221,14 @@ class _WorkerRunner:
             admin_page=serve.admin_page(self.given, self.listening),
         )
         if local_only:
-            further = (_OPEN_KEYED if keyed else _OPEN_UNKEYED).format(
-                command=command, at=at, flags=flags
-            )
-        else:
-            # The readers of a pipe or a log may not join workers.
-            terminal = sys.stdout.isatty()
-            token = self._join_token if terminal else "TOKEN"
-            place = f"\nThe join token: {secret_source(self.given, 'join_token')}"
-            hint = "" if terminal else place
-            address = self._network_address
-            further = _JOIN.format(command=command, address=address, token=token) + hint
-        return f"{ready}\n\n{further}"
-
-    @property
-    def _network_address(self) -> str:
-        """Return an address that other machines reach."""
-        host = self.given.host
-        every = self._local_address != base_url(host, self._port)
-        return base_url(_network_host() if every else host, self._port)
+            opening = _OPEN_KEYED if keyed else _OPEN_UNKEYED
+            return ready + opening.format(command=command, at=at, flags=flags)
+        # The readers of a pipe or a log may not join workers.
+        terminal = sys.stdout.isatty()
+        token = self._join_token if terminal else "TOKEN"
+        joining = _JOIN.format(command=command, address=address, token=token)
+        place = f"\nThe join token: {secret_source(self.given, 'join_token')}"
+        return ready + joining + ("" if terminal else place)
 
 
 async def _remove_worker(client: httpx.AsyncClient, name: str) -> None:

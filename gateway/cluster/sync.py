@@ -19,7 +19,7 @@ from gateway.periodic import Work
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.state.join_token import SharedJoinToken
 from gateway.state.redis import RedisClient
-from gateway.state.worker_reports import SharedWorkerReports, boot_name
+from gateway.state.worker_reports import SharedWorkerReports
 from paceline.protocol import WorkerReport
 
 # After one missed heartbeat, the gateway that gets them may be gone, or Redis.
@@ -70,7 +70,9 @@ class PeerWorkers:
             if age_s is not None:
                 if self._fleet.merge_remote(report, age_s):
                     self._prefixes.record_report(report)
-            elif boot_name(report) in {boot_name(one.report) for one in self._fleet.workers()}:
+            elif (worker := self._fleet.get(report.worker_id)) is not None and (
+                worker.report.boot_id == report.boot_id
+            ):
                 self._fleet.remove(report.worker_id)
 
     async def probe_silent(self) -> None:
@@ -78,7 +80,7 @@ class PeerWorkers:
         silent = [
             worker
             for worker in self._fleet.workers()
-            if not worker.local and self._fleet.heartbeat_age_s(worker) > _PROBE_AFTER_S
+            if not worker.local and worker.heartbeat_age_s > _PROBE_AFTER_S
         ]
         await asyncio.gather(*(self._report_client.probe(worker.report) for worker in silent))
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Self
 
 from gateway.config.policy_versions import (
     Attribution,
@@ -46,25 +46,60 @@ class PolicyStore:
         self,
         records: Records,
         static_workers: Sequence[StaticWorker],
+        source: tuple[Proposal, Attribution],
         wall: Callable[[], float],
-        warnings: Warnings,
-        reader: RecordReader[_Usable],
-        *,
-        version: PolicyVersion,
-        policy: PolicyDocument,
+        warnings: Warnings = lambda _policy: (),
     ) -> None:
+        proposal, attribution = source
         self._records = records
         self._table = RecordTable(records, POLICY_KIND, self._apply_records)
         self._static_workers = static_workers
+        self._source = source
         self._wall = wall
         self.warnings = warnings
-        self._reader = reader
+        self._reader = RecordReader(POLICY_KIND, _read_usable)
         self._skipped = 0
         """The highest number of a version that cannot be read here; 0 without any."""
-        self.current = policy
+        self.current = proposal.policy
         """The active policy. It may be replaced between two reads."""
-        self.version = version
-        """The version of `current`."""
+        first = PolicyVersion.following(
+            0, proposal.document, attribution, _utc(wall()), proposal.text
+        )
+        self.version = first.model_copy(update={"number": 0, "etag": f"0-{first.etag}"})
+        """The version of `current`; number 0 is not stored."""
+
+    async def open(self, last_read: PolicyVersion | None = None) -> Self:
+        """Activate the newest version, or the source if that is new; return the store.
+
+        The source is the policy of the policy file, or the shipped one; `last_read` is what this
+        gateway read before. A damaged version, or one of a newer version of Paceline, is skipped;
+        it is not replaced. Raise `PolicyInvalid` if no other is valid here.
+        """
+        texts = await self._records.all(POLICY_KIND)
+        self._skipped = max(map(_number, texts), default=0)
+        numbers = sorted(texts, key=_number, reverse=True)
+        usable = (self._reader.read({name: texts[name]}) for name in numbers)
+        newest = next((read.popitem()[1] for read in usable if read), None)
+        proposal, attribution = self._source
+        told = proposal, attribution.reason, last_read
+        if await asyncio.to_thread(is_new, _readable(texts), *told):
+            if newest is not None:  # it may not fit the static workers: a new file repairs that
+                self.version = newest[0]
+            try:
+                await self.apply_source(proposal, attribution, last_read)
+                await self.refresh()
+                return self
+            except RecordsUnwritable:
+                if not self._records.remote:
+                    raise
+                if newest is None or attribution.reason is Reason.FILE:
+                    return self  # active; stored as soon as the records can be written
+        if newest is None:
+            self.check(proposal)
+        else:
+            self.check(newest[1])
+            self.version, self.current = newest[0], newest[1].policy
+        return self
 
     def check(self, proposal: Proposal) -> None:
         """Raise `PolicyInvalid` if a policy does not fit the static workers of this gateway."""
@@ -172,67 +207,6 @@ class PolicyStore:
             log.info("policy.changed version=%d reason=%s", version.number, version.reason)
             for warning in self.warnings(policy):
                 log.warning("policy.warning version=%d message=%s", version.number, warning.message)
-
-
-async def open_policy_store(
-    records: Records,
-    static_workers: Sequence[StaticWorker],
-    source: tuple[Proposal, Attribution],
-    wall: Callable[[], float],
-    warnings: Warnings = lambda _policy: (),
-    *,
-    last_read: PolicyVersion | None = None,
-) -> PolicyStore:
-    """Open the store at its newest version, or at the source if that is new.
-
-    `source` is the policy of the policy file, or the shipped one; `last_read` is what this gateway
-    read before. A damaged version, or one of a newer version of Paceline, is skipped. Raise
-    `PolicyInvalid` if no other is valid here.
-    """
-    reader = RecordReader(POLICY_KIND, _read_usable)
-    store = functools.partial(PolicyStore, records, static_workers, wall, warnings, reader)
-    proposal, attribution = source
-    told = proposal, attribution.reason, last_read
-    while (newest := _newest_usable(texts := await records.all(POLICY_KIND), reader)) is None:
-        proposal.check(static_workers)
-        number = max(map(_number, texts), default=0)
-        first = PolicyVersion.following(
-            number, proposal.document, attribution, _utc(wall()), proposal.text
-        )
-        unstored = first.model_copy(update={"number": 0, "etag": f"0-{first.etag}"})
-        try:
-            # The versions may be those of a newer Paceline, which this one must not replace.
-            if not await asyncio.to_thread(is_new, _readable(texts), *told):
-                return store(version=unstored, policy=proposal.policy)
-            if await _add_version(records, first):
-                return store(version=first, policy=proposal.policy)
-        except RecordsUnwritable:
-            if not records.remote:
-                raise
-            # In force until the records can be read; added then if there is no first version.
-            return store(version=unstored, policy=proposal.policy)
-    version, current = newest
-    if await asyncio.to_thread(is_new, _readable(texts), *told):
-        # The version to replace may not fit the static workers: a new file repairs that.
-        opened = store(version=version, policy=proposal.policy)
-        try:
-            await opened.apply_source(proposal, attribution, last_read)
-            await opened.refresh()
-            return opened
-        except RecordsUnwritable:
-            if not records.remote:
-                raise
-            if attribution.reason is Reason.FILE:
-                return opened  # active; stored as soon as the records can be written
-    current.check(static_workers)
-    return store(version=version, policy=current.policy)
-
-
-def _newest_usable(texts: Mapping[str, str], reader: RecordReader[_Usable]) -> _Usable | None:
-    for name in sorted(texts, key=_number, reverse=True):
-        if usable := reader.read({name: texts[name]}):
-            return usable[name]
-    return None
 
 
 def _readable(texts: Mapping[str, str]) -> tuple[PolicyVersion, ...]:

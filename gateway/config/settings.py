@@ -76,8 +76,6 @@ class Settings(BaseSettings):
     worker: object = None
     """The section of the file that `paceline worker` reads; a gateway ignores it."""
 
-    head_timeout_s: float = Field(default=15.0, gt=0)
-    """The longest time for the headers of a request."""
     body_limit_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
     """Enough for a dozen photographs as base64."""
     body_timeout_s: float = Field(default=30.0, gt=0)
@@ -91,8 +89,6 @@ class Settings(BaseSettings):
     """The longest time without an event before a stream gets a comment, or its head."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
     """For a complete request, from its body to the last byte of the response."""
-    write_timeout_s: float = Field(default=30.0, gt=0)
-    """The longest time that a client may leave sent data unread."""
     requests_limit: int = Field(default=1024, gt=0)
     """Concurrent generating requests; further ones are rejected at once."""
     lame_duck_s: float = Field(default=5.0, ge=0)
@@ -111,6 +107,6 @@ def load_settings(config: Path | None = None, **flags: object) -> Settings:
     """Read flags (None: not given), environment and file; raise `StartupError` if invalid."""
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return load_layered(Settings, given, config, flag_names={"join_token": "token"})
+        return load_layered(Settings, given, config)
     except InvalidSettings as invalid:
         raise StartupError(str(invalid)) from None

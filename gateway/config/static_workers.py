@@ -93,7 +93,12 @@ def pool_problems(workers: Iterable[StaticWorker], policy: PolicyDocument) -> li
     """List the pools of static workers that the policy lacks or that exclude the worker."""
     problems = []
     for worker in workers:
-        accepting = _accepting_pools(worker, policy)
+        accepting = {
+            name
+            for pool_name, pool in policy.pools.items()
+            if pool.accepts(worker.labels, tuple(worker.names))
+            for name in (pool_name, *pool.lanes)
+        }
         problems += [
             f"the worker '{worker.id}' is configured for the pool '{pool}', but the policy allows "
             f"it only in: {', '.join(sorted(accepting)) or 'none'}"
@@ -101,13 +106,3 @@ def pool_problems(workers: Iterable[StaticWorker], policy: PolicyDocument) -> li
             if pool not in accepting
         ]
     return problems
-
-
-def _accepting_pools(worker: StaticWorker, policy: PolicyDocument) -> set[str]:
-    """Return the names of the pools that accept a worker, and of their lanes."""
-    return {
-        name
-        for pool_name, pool in policy.pools.items()
-        if pool.accepts(worker.labels, tuple(worker.names))
-        for name in (pool_name, *pool.lanes)
-    }

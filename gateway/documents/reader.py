@@ -10,7 +10,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 from pydantic_core import from_json
@@ -28,6 +28,13 @@ REQUEST_PAGES_LIMIT = 16
 _NEW_LIMIT = 16
 """Documents that are read for one request."""
 _NEW_LIMIT_BYTES = 64 * 1024 * 1024
+_PROCESSES = 2
+"""At a time; a client has one of them."""
+_DOCUMENT_S = 45.0
+"""For one document, once it has a process."""
+_REQUEST_S = 60.0
+"""For all documents of a request; the next request continues."""
+_CACHE_BYTES = 64 * 1024 * 1024
 _OUTPUT_LIMIT_BYTES = 64 * 1024 * 1024
 _FORMS = 3
 """As the process writes what it has read, parsed, and in the body for a worker."""
@@ -38,28 +45,11 @@ _TOO_LARGE = Document(problem="it is too large")
 _UNREAD = Document(problem=UNREAD)
 
 
-class ReaderLimits(NamedTuple):
-    """How much the reading of documents may take."""
-
-    processes: int = 2
-    """At a time; a client has one of them."""
-    wall_s: float = 45.0
-    """For one document, once it has a process."""
-    request_s: float = 60.0
-    """For all documents of a request; the next request goes on."""
-    cache_bytes: int = 64 * 1024 * 1024
-
-
 class DocumentReader:
     """Reads the PDFs of requests. A client's documents wait for each other."""
 
-    def __init__(
-        self,
-        memory: MemoryBudget,
-        limits: ReaderLimits = ReaderLimits(),  # noqa: B008
-    ) -> None:
-        self._limits = limits
-        self._processes = asyncio.Semaphore(limits.processes)
+    def __init__(self, memory: MemoryBudget) -> None:
+        self._processes = asyncio.Semaphore(_PROCESSES)
         self._clients: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._read: OrderedDict[tuple[bytes, bool], Document] = OrderedDict()
         """By digest, with pictures of their pages or without; the last used is the last."""
@@ -77,7 +67,7 @@ class DocumentReader:
         found: dict[str, Document] = {}
         new = new_bytes = 0
         now_s = asyncio.get_running_loop().time
-        ends_s = now_s() + self._limits.request_s
+        ends_s = now_s() + _REQUEST_S
         for pdf in dict.fromkeys(pdfs):
             with hold.another() as reading:
                 reading.add(_FORMS * len(pdf))
@@ -88,46 +78,43 @@ class DocumentReader:
                 if len(content) > pdf_process.INPUT_LIMIT_BYTES:
                     found[pdf] = _TOO_LARGE
                     continue
-                digest = (await asyncio.to_thread(sha256, content)).digest()
-                document = self._known(digest, pictures=pictures)
+                key = (await asyncio.to_thread(sha256, content)).digest(), pictures
+                document = self._known(key)
                 if document is None:
                     new, new_bytes = new + 1, new_bytes + len(content)
                     if new > _NEW_LIMIT or new_bytes > _NEW_LIMIT_BYTES or now_s() > ends_s:
                         document = _UNREAD
                     else:
-                        document = await self._read_new(reading, digest, content, pictures=pictures)
+                        document = await self._read_new(reading, key, content)
             hold.add(_FORMS * document.size_bytes)
             found[pdf] = document
         return _within_pages(pdfs, found)
 
-    def _known(self, digest: bytes, *, pictures: bool) -> Document | None:
-        if (document := self._read.get((digest, pictures))) is not None:
-            self._read.move_to_end((digest, pictures))
+    def _known(self, key: tuple[bytes, bool]) -> Document | None:
+        if (document := self._read.get(key)) is not None:
+            self._read.move_to_end(key)
         return document
 
     async def _read_new(
-        self, hold: MemoryHold, digest: bytes, content: bytes, *, pictures: bool
+        self, hold: MemoryHold, key: tuple[bytes, bool], content: bytes
     ) -> Document:
         lock = self._clients.setdefault(hold.client, asyncio.Lock())
         async with lock, self._processes:
             # Another request may have brought it meanwhile.
-            if (document := self._known(digest, pictures=pictures)) is not None:
+            if (document := self._known(key)) is not None:
                 return document
             try:
-                document, ended = await self._run(hold, content, PAGES_LIMIT if pictures else 0)
+                document, ended = await self._run(hold, content, PAGES_LIMIT if key[1] else 0)
             except OSError as error:
                 log.warning("document.unread error=%r", error)
                 return _UNREAD
             if ended:  # else the machine is busy, and a later turn may get more of it
-                self._remember((digest, pictures), document)
+                self._read[key] = document
+                self._remembered.count(document.size_bytes)
+                while self._remembered.size_bytes > _CACHE_BYTES:
+                    _, oldest = self._read.popitem(last=False)
+                    self._remembered.count(-oldest.size_bytes)
             return document
-
-    def _remember(self, key: tuple[bytes, bool], document: Document) -> None:
-        self._read[key] = document
-        self._remembered.count(document.size_bytes)
-        while self._remembered.size_bytes > self._limits.cache_bytes:
-            _, oldest = self._read.popitem(last=False)
-            self._remembered.count(-oldest.size_bytes)
 
     async def _run(self, hold: MemoryHold, content: bytes, pages: int) -> tuple[Document, bool]:
         """Read a document in a process of its own, which ends with this call.
@@ -142,13 +129,20 @@ class DocumentReader:
             start_new_session=True,  # Ctrl-C on the terminal of a gateway is not for it
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
         )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        read = process.stdout.read
         self.started += 1
         output = bytearray()
         ended = False
         try:
             with contextlib.suppress(TimeoutError, ConnectionError):
-                async with asyncio.timeout(self._limits.wall_s):
-                    await _exchange(process, content, output, hold)
+                async with asyncio.timeout(_DOCUMENT_S):
+                    process.stdin.write(content)
+                    process.stdin.write_eof()
+                    while len(output) < _OUTPUT_LIMIT_BYTES and (piece := await read(1 << 20)):
+                        hold.add(_FORMS * len(piece))
+                        output += piece
                     ended = True
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -158,18 +152,6 @@ class DocumentReader:
             return await asyncio.to_thread(_document_of, bytes(output)), ended
         except (ValueError, TypeError, AttributeError):  # of a process that a document has taken
             return _DAMAGED, True
-
-
-async def _exchange(
-    process: asyncio.subprocess.Process, content: bytes, output: bytearray, hold: MemoryHold
-) -> None:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(content)
-    process.stdin.write_eof()
-    while len(output) < _OUTPUT_LIMIT_BYTES and (piece := await process.stdout.read(1 << 20)):
-        hold.add(_FORMS * len(piece))
-        output += piece
 
 
 def _document_of(output: bytes) -> Document:

@@ -16,7 +16,7 @@ from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
 from gateway.strict_json import Pieces
-from gateway.types import MAX_ENGINE_MODELS
+from gateway.types import MAX_ENGINE_MODELS, Json
 from paceline.names import MODEL_PATTERN
 from paceline.protocol import NO_PREFIX, NodeSource, Speculation, WorkerReport
 
@@ -41,14 +41,18 @@ class HttpAnswer(NamedTuple):
             raise EngineUnusable("The engine asks for another API key.")
         return self
 
-    def json(self) -> Any:
-        """Return the body as JSON; None if it is none, or no success."""
-        return read_json(self.text.encode()) if self.status == 200 else None
+    def object(self) -> Json:
+        """Return the body as a JSON object, empty if it is none, or no success."""
+        try:
+            return object_of(
+                from_json(self.text, allow_inf_nan=False) if self.status == 200 else {}
+            )
+        except ValueError:
+            return {}
 
-    def object(self) -> Mapping[str, Any]:
-        """Return the body as a JSON object, empty if it is none."""
-        body = self.json()
-        return body if isinstance(body, dict) else {}
+    def objects(self, name: str = "data") -> list[Json]:
+        """Return the objects of a list in the body."""
+        return objects(self.object().get(name))
 
 
 class Question(NamedTuple):
@@ -159,7 +163,7 @@ class Engine(AnswerReader, ABC):
     def models(self, report: WorkerReport) -> tuple[str, ...]:
         """Return the models that a worker serves, by their names in the fleet."""
 
-    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:  # noqa: ARG002
+    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:
         """Return the models that lack a feature or are not in memory."""
         return NO_MODELS
 
@@ -182,27 +186,23 @@ class Engine(AnswerReader, ABC):
         """
 
 
-def model_name(value: object) -> str:
-    """Return the name of a model, empty for one that no label or header can carry."""
-    return value if isinstance(value, str) and _MODEL_NAME.fullmatch(value) else ""
+def object_of(value: object) -> Json:
+    """Return an object; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
-def objects(value: object) -> list[dict[str, Any]]:
+def objects(value: object) -> list[Json]:
     """Return the objects of a list, at most `MAX_ENGINE_MODELS`; none if it is no list."""
     if not isinstance(value, list):
         return []
     return [one for one in value[:MAX_ENGINE_MODELS] if isinstance(one, dict)]
 
 
-def count(value: object) -> int:
-    """Return a whole number, 0 for anything else."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-    return value if ok and isinstance(value, int) else 0
-
-
-def read_json(body: bytes) -> Any:
-    """Parse JSON; None for anything else."""
-    try:
-        return from_json(body, allow_inf_nan=False)
-    except ValueError:
-        return None
+def named(entries: Sequence[Json], key: str = "id") -> list[tuple[str, Json]]:
+    """Return entries with the name of each model; none that no label or header can carry."""
+    names = [entry.get(key) for entry in entries]
+    return [
+        (name, entry)
+        for name, entry in zip(names, entries, strict=True)
+        if isinstance(name, str) and _MODEL_NAME.fullmatch(name)
+    ]

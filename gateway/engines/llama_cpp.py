@@ -12,34 +12,45 @@ from gateway.engines.base import (
     Ask,
     EngineModel,
     EngineState,
-    EngineUnusable,
-    HttpAnswer,
     Isolation,
     Question,
-    count,
-    model_name,
-    objects,
+    named,
+    object_of,
 )
-from gateway.engines.local import LocalEngine, drafts_of_timings
+from gateway.engines.openai import MODELS, LocalEngine
+from gateway.protocols.base import count
 from gateway.protocols.engine_answer import FORMS
-from gateway.protocols.event_stream import fact_pattern, read_usage
+from gateway.protocols.event_stream import fact_pattern
 from gateway.routing.features import Feature
-from gateway.types import Usage
+from gateway.types import Drafts, Json, Usage
 
-_PROPS = Question("/props")
+FACTS = fact_pattern(*FORMS, "timings")
 _LOADED = (None, "loaded", "sleeping")
 """A server of one model does not tell."""
+_MODALITIES = {"vision": Feature.IMAGE, "audio": Feature.AUDIO}
 
 
-def _usage(answer: Mapping[str, Any]) -> Usage | None:
-    """Read the usage; the cached tokens of older versions stand in `timings`."""
-    usage, timings = read_usage(answer), answer.get("timings")
-    if usage is None or usage.cached_known or not isinstance(timings, dict):
+def with_cached(usage: Usage | None, cached: object) -> Usage | None:
+    """Return usage with the cached tokens that an answer tells elsewhere, if it tells any."""
+    if usage is None or usage.cached_known or cached is None:
         return usage
-    if timings.get("cache_n") is None:
-        return usage
-    cached = min(count(timings["cache_n"]), usage.prompt_tokens)
-    return usage._replace(cached_tokens=cached, cached_known=True)
+    return usage._replace(cached_tokens=min(count(cached), usage.prompt_tokens), cached_known=True)
+
+
+def drafts_of_timings(answer: Mapping[str, Any]) -> Drafts | None:
+    """Read the draft counts of the object `timings`; None if it has none.
+
+    Without `draft_rounds`, every token that was no accepted draft counts as a step, so that the
+    mean length of a step is rather too low.
+    """
+    timings = object_of(answer.get("timings"))
+    if timings.get("draft_n") is None:
+        return None
+    drafted, accepted = count(timings["draft_n"]), count(timings.get("draft_n_accepted"))
+    steps = count(timings.get("draft_rounds")) or max(
+        0, count(timings.get("predicted_n")) - accepted
+    )
+    return Drafts(steps, drafted, accepted, ()) if accepted <= drafted else None
 
 
 class LlamaCpp(LocalEngine):
@@ -47,61 +58,38 @@ class LlamaCpp(LocalEngine):
 
     kind = "llama.cpp"
     health = Question("/health")
-    lacks = frozenset(
-        (
-            *(Feature.VIDEO, Feature.FILE, Feature.PROMPTS, Feature.ECHO, Feature.STOP_TOKENS),
-            *(Feature.MIN_TOKENS, Feature.TRUNCATION, Feature.CONTINUATION),
-            *(Feature.EXACT, Feature.CALLS),
-        )
-    )
     default_slots = 4
-    facts = fact_pattern(*FORMS, "timings")
-    usage = staticmethod(_usage)
+    facts = FACTS
     drafts = staticmethod(drafts_of_timings)
     isolation = Isolation.NO_REUSE
+    spellings = (*LocalEngine.spellings, ("repetition_penalty", "repeat_penalty"))
+    no_models = "The engine lists no models."
 
-    @classmethod
-    def is_sign(cls, answer: HttpAnswer) -> bool:
-        """Return whether the models are those of llama.cpp."""
-        return answer.headers.get("server", "") == "llama.cpp" or any(
-            one.get("owned_by") == "llamacpp" for one in objects(answer.object().get("data"))
-        )
-
-    async def read(self, ask: Ask) -> EngineState:
+    async def ask_state(self, ask: Ask) -> EngineState:
         """List its models, the media that they take and the slots."""
-        answer = (await ask(Question(self.models_path))).admitted()
-        props = (await ask(_PROPS)).object()
-        modalities = props.get("modalities")
-        lacks = set[Feature]()
-        if isinstance(modalities, dict):
-            lacks |= {Feature.IMAGE} if modalities.get("vision") is not True else set()
-            lacks |= {Feature.AUDIO} if modalities.get("audio") is not True else set()
-        settings = props.get("default_generation_settings")
-        context = count(settings.get("n_ctx")) if isinstance(settings, dict) else 0
-        models = [
-            EngineModel(
-                name,
-                frozenset(lacks),
-                loaded=_object(entry, "status").get("value") in _LOADED,
-                size_bytes=count(_object(entry, "meta").get("size")),
-                context_tokens=context or count(_object(entry, "meta").get("n_ctx_train")),
+        listed = named((await ask(MODELS)).admitted().objects())
+        props = (await ask(Question("/props"))).object()
+        lacks = frozenset[Feature]()
+        if isinstance(told := props.get("modalities"), dict):
+            lacks = frozenset(
+                feature for name, feature in _MODALITIES.items() if told.get(name) is not True
             )
-            for entry in objects(answer.object().get("data"))
-            if (name := model_name(entry.get("id")))
-        ]
-        if not models and not self._names:
-            raise EngineUnusable("The engine lists no models.")
+        context = count(object_of(props.get("default_generation_settings")).get("n_ctx"))
+        models = []
+        for name, entry in listed:
+            status, meta = object_of(entry.get("status")), object_of(entry.get("meta"))
+            loaded = status.get("value") in _LOADED
+            context_tokens = context or count(meta.get("n_ctx_train"))
+            models.append(EngineModel(name, lacks, loaded, count(meta.get("size")), context_tokens))
         return EngineState(tuple(models), count(props.get("total_slots")) or None)
 
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:
-        """Spell the limit and the penalty as it does, and isolate scopes."""
-        super().adapt(fields, salt)
-        if "repetition_penalty" in fields:
-            fields["repeat_penalty"] = fields.pop("repetition_penalty")
-        if self.serves_another_scope(salt):
+    def adapt(self, fields: Json) -> None:
+        """Let it read a prompt again that another isolation scope may have sent."""
+        if self._mixes_scopes:
             fields["cache_prompt"] = False
 
-
-def _object(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = entry.get(name)
-    return value if isinstance(value, dict) else {}
+    @staticmethod
+    def usage(answer: Mapping[str, Any]) -> Usage | None:
+        """Read the usage; the cached tokens of older versions stand in `timings`."""
+        cached = object_of(answer.get("timings")).get("cache_n")
+        return with_cached(LocalEngine.usage(answer), cached)

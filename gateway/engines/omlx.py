@@ -8,33 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.engines.base import (
-    Ask,
-    EngineModel,
-    EngineState,
-    HttpAnswer,
-    Question,
-    count,
-    model_name,
-    objects,
-)
-from gateway.engines.local import LocalEngine
-from gateway.protocols.event_stream import read_usage
+from gateway.engines.base import Ask, EngineModel, EngineState, Question, named
+from gateway.engines.llama_cpp import with_cached
+from gateway.engines.openai import LocalEngine
+from gateway.protocols.base import count
 from gateway.routing.features import Feature
 from gateway.routing.view import TAKES_ALL
-from gateway.types import Usage
+from gateway.types import Json, Usage
 
 _TEXT = frozenset((Feature.IMAGE, Feature.VIDEO, Feature.AUDIO))
-_CHATS = ("llm", "vlm")
-
-
-def _usage(answer: Mapping[str, Any]) -> Usage | None:
-    """Read the usage, whose cached tokens may stand beside the others."""
-    usage = read_usage(answer)
-    told = answer["usage"].get("cached_tokens") if usage else None
-    if usage is None or usage.cached_known or told is None:
-        return usage
-    return usage._replace(cached_tokens=min(count(told), usage.prompt_tokens), cached_known=True)
 
 
 class Omlx(LocalEngine):
@@ -42,44 +24,26 @@ class Omlx(LocalEngine):
 
     kind = "omlx"
     health = Question("/health")
-    lacks = frozenset(
-        (
-            *(Feature.FILE, Feature.CHOICES, Feature.PROMPTS, Feature.ECHO, Feature.LOGPROBS),
-            *(Feature.STOP_TOKENS, Feature.MIN_TOKENS, Feature.IGNORE_EOS, Feature.TRUNCATION),
-            *(Feature.TOP_K, Feature.REPETITION_PENALTY, Feature.LOGIT_BIAS, Feature.EXACT),
-            *(Feature.CONTINUATION, Feature.CALLS),
-        )
-    )
-    usage = staticmethod(_usage)
 
-    @classmethod
-    def is_sign(cls, answer: HttpAnswer) -> bool:
-        """Return whether the models are those of oMLX."""
-        return any(one.get("owned_by") == "omlx" for one in objects(answer.object().get("data")))
-
-    async def read(self, ask: Ask) -> EngineState:
+    async def ask_state(self, ask: Ask) -> EngineState:
         """List its models that chat, and which are in memory."""
-        state = await super().read(ask)
-        status = (await ask(Question("/v1/models/status"))).object().get("models")
-        told: dict[str, dict[str, Any]] = {}
-        for entry in objects(status):
-            for key in ("id", "model_alias"):  # the list names a model by its alias
-                if name := model_name(entry.get(key)):
-                    told[name] = entry
-        return state._replace(
-            models=tuple(
-                _model(model, told.get(model.name, {}))
-                for model in state.models
-                if told.get(model.name, {}).get("model_type", "llm") in _CHATS
-            )
-        )
+        state = await super().ask_state(ask)
+        status = (await ask(Question("/v1/models/status"))).objects("models")
+        # The list names a model by its alias.
+        told: dict[str, Json] = {**dict(named(status)), **dict(named(status, "model_alias"))}
+        models = []
+        for model in state.models:
+            entry = told.get(model.name, {})
+            if (kind := entry.get("model_type", "")) not in ("llm", "vlm", ""):
+                continue
+            lacks, loaded = _TEXT if kind == "llm" else TAKES_ALL, bool(entry.get("loaded", True))
+            size = count(entry.get("actual_size")) or count(entry.get("estimated_size"))
+            context = count(entry.get("max_context_window")) or model.context_tokens
+            models.append(EngineModel(model.name, lacks, loaded, size, context))
+        return state._replace(models=tuple(models))
 
-
-def _model(model: EngineModel, told: Mapping[str, Any]) -> EngineModel:
-    text = told.get("model_type") == "llm"
-    return model._replace(
-        lacks=_TEXT if text else TAKES_ALL,
-        loaded=bool(told.get("loaded", True)),
-        size_bytes=count(told.get("actual_size")) or count(told.get("estimated_size")),
-        context_tokens=count(told.get("max_context_window")) or model.context_tokens,
-    )
+    @staticmethod
+    def usage(answer: Mapping[str, Any]) -> Usage | None:
+        """Read the usage, whose cached tokens may stand beside the others."""
+        usage = LocalEngine.usage(answer)
+        return with_cached(usage, answer["usage"].get("cached_tokens") if usage else None)

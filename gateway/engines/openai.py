@@ -11,21 +11,20 @@ from gateway.engines.base import (
     EngineModel,
     EngineState,
     EngineUnusable,
-    HttpAnswer,
     Isolation,
     Question,
     Told,
-    model_name,
-    objects,
+    named,
 )
-from gateway.engines.base import count as count_of
 from gateway.engines.refusals import Phrase, read_refusal
 from gateway.errors import GatewayError
+from gateway.protocols.base import count
 from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import fact_pattern
-from gateway.routing.features import Feature
+from gateway.routing.features import LACKS
 from gateway.routing.view import ModelView
 from gateway.strict_json import Pieces, encode_body, size_of
+from gateway.types import Json
 from paceline.protocol import WorkerReport
 
 # What a request asks of Paceline alone. Other engines answer without these fields all the same; the
@@ -37,6 +36,8 @@ _OURS = frozenset(
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}
+MODELS = Question("/v1/models")
+"""The question for the list of models in OpenAI's shape."""
 
 
 class OpenAIEngine(Engine):
@@ -47,64 +48,69 @@ class OpenAIEngine(Engine):
     """
 
     kind = "openai"
-    sign: ClassVar[Question] = Question("/v1/models")
-    """The question whose answer tells this kind from others."""
-    models_path: ClassVar[str] = "/v1/models"
-    health: ClassVar[Question] = Question("/v1/models")
+    health: ClassVar[Question] = MODELS
     """The question that an engine answers while it works."""
-    lacks: ClassVar[frozenset[Feature]] = frozenset(
-        (Feature.EXACT, Feature.CONTINUATION, Feature.CALLS)
-    )
-    """Features that no model of this kind takes."""
     default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
     default_slots: ClassVar[int] = 8
     """Requests at a time, if neither the engine tells it nor the admin."""
     facts = fact_pattern(*FORMS)
     phrases: ClassVar[Sequence[Phrase]] = ()
     """Errors of this kind in words that others do not use."""
+    spellings: ClassVar[Sequence[tuple[str, str]]] = ()
+    """The fields of a request that this kind spells in another way."""
+    no_models: ClassVar[str] = "The engine lists no models; name them, or load one there."
 
     def __init__(
         self, token: str = "", names: Mapping[str, str] | None = None, *, cache_salt: bool = False
     ) -> None:
         super().__init__(token)
+        self.lacks = LACKS[self.kind]
+        """Features that no model of this kind takes."""
         self._names = dict(names or {})
-        self._scope: str | None = None
+        self._last_model = ""
+        """The model of the last request."""
+        self._last_scope: str | None = None
+        self._mixes_scopes = False
+        """It has read prompts of two isolation scopes."""
         if cache_salt:
             self.isolation = Isolation.CACHE_SALT
         self.update(EngineState(tuple(map(EngineModel, self._names.values()))))
 
-    @classmethod
-    def is_sign(cls, answer: HttpAnswer) -> bool:
-        """Return whether the answer to `sign` is that of this kind."""
-        return isinstance(answer.object().get("data"), list)
-
     async def read(self, ask: Ask) -> EngineState:
         """Ask the engine for its state; raise `EngineSilent` or `EngineUnusable`."""
-        answer = (await ask(Question(self.models_path))).admitted()
-        state = self.state_of(answer.object().get("data"))
+        state = await self.ask_state(ask)
         if not state.models and not self._names:
-            raise EngineUnusable("The engine lists no models; name them, or load one there.")
+            raise EngineUnusable(self.no_models)
         return state
+
+    async def ask_state(self, ask: Ask) -> EngineState:
+        """Ask the engine for its state, which may have no models."""
+        listed = named((await ask(MODELS)).admitted().objects())
+        return EngineState(
+            tuple(
+                EngineModel(name, context_tokens=count(entry.get("max_model_len")))
+                for name, entry in listed
+            )
+        )
 
     def update(self, state: EngineState) -> None:
         """Replace what is known of the engine."""
         self.state = state
-        by_name = {model.name: model for model in state.models}
-        names = self._names or {name: name for name in by_name}
-        self.names: Mapping[str, str] = {
-            name: listed
-            for name, there in names.items()
-            if (listed := self.listed_as(there, by_name) if by_name else there)
+        self._listed = listed = {model.name: model for model in state.models}
+        names = self._names or {name: name for name in listed}
+        found = {
+            name: self.listed_as(one, listed) if listed else one for name, one in names.items()
         }
+        self.names: Mapping[str, str] = {name: one for name, one in found.items() if one}
         """The models that it has now, by their names in the fleet."""
+        models = {name: self.model(name) for name in self.names}
         self._views = {
             name: ModelView(self.lacks | model.lacks, model.load_s)
-            for name, there in self.names.items()
-            for model in (by_name.get(there, EngineModel(there)),)
+            for name, model in models.items()
             if self.lacks or model.lacks or model.load_s
         }
 
-    def listed_as(self, name: str, listed: Collection[str]) -> str:  # noqa: ARG002
+    def listed_as(self, name: str, listed: Collection[str]) -> str:
         """Return under which listed name the engine has a model; empty if it lacks it.
 
         Servers in general take more names than they list.
@@ -114,23 +120,25 @@ class OpenAIEngine(Engine):
     def model(self, name: str) -> EngineModel:
         """Return what is known of a model, by its name in the fleet."""
         there = self.names.get(name, name)
-        found = (one for one in self.state.models if one.name == there)
-        return next(found, EngineModel(there))
+        return self._listed.get(there, EngineModel(there))
 
-    def models(self, report: WorkerReport) -> tuple[str, ...]:  # noqa: ARG002
+    def models(self, report: WorkerReport) -> tuple[str, ...]:
         """Return the models that the engine has now."""
         return tuple(self.names)
 
-    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:  # noqa: ARG002
+    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:
         """Return the models that lack a feature or are not in memory."""
         return self._views
 
-    def headers(self, told: Told) -> Mapping[str, str]:  # noqa: ARG002
-        """Return the key alone: no other header is of use to it."""
+    def headers(self, told: Told) -> Mapping[str, str]:
+        """Return the key: no other header is of use to it."""
         return self.authorization
 
     def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
-        """Return the body with the engine's name of the model and the fields that it knows."""
+        """Return the body with the engine's name of the model and the fields that it knows.
+
+        Record what the engine keeps of it in memory: its model, and the scope of its prompt.
+        """
         sent = {
             name: value
             for name, value in fields.items()
@@ -141,30 +149,29 @@ class OpenAIEngine(Engine):
             sent["stream_options"] = {"include_usage": True}
         if salt and self.isolation is Isolation.CACHE_SALT:
             sent["cache_salt"] = salt
-        self.adapt(sent, salt)
+        for name, spelling in self.spellings:
+            if name in sent:
+                sent[spelling] = sent.pop(name)
+        self._last_model = sent["model"]
+        self._mixes_scopes |= self._last_scope not in (None, salt)
+        self._last_scope = salt
+        self.adapt(sent)
         return encode_body(sent, size_of(body))
 
-    def adapt(self, fields: dict[str, Any], salt: str) -> None:
-        """Change the fields of a request that this kind spells in another way."""
+    def adapt(self, fields: Json) -> None:
+        """Change the values of a request that this kind does not take."""
 
     def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
         """Return words of ours for an error of the engine."""
         return read_refusal(status, body, fields, self.phrases)
 
-    def state_of(self, listed: object, *, root: bool = False) -> EngineState:
-        """Return the models of a list in OpenAI's shape; `root`: without aliases."""
-        models = [
-            EngineModel(name, context_tokens=count_of(entry.get("max_model_len")))
-            for entry in objects(listed)
-            if (name := model_name(entry.get("id")))
-            and (not root or entry.get("root", name) == name)
-        ]
-        return EngineState(tuple(models))
 
-    def serves_another_scope(self, salt: str) -> bool:
-        """Return whether the engine has served prompts of another isolation scope than this."""
-        if self._scope is None:
-            self._scope = salt
-        elif self._scope != salt:
-            self._scope = "*"  # equal to no salt: two scopes from here on
-        return self._scope == "*"
+class LocalEngine(OpenAIEngine):
+    """An engine of one machine: it serves the models that it lists, and no others."""
+
+    spellings: ClassVar[Sequence[tuple[str, str]]] = (("max_completion_tokens", "max_tokens"),)
+    """The older field limits an answer at all of them."""
+
+    def listed_as(self, name: str, listed: Collection[str]) -> str:
+        """Return a listed name; the engine has no others."""
+        return name if name in listed else ""

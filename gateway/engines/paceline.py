@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
+from gateway import errors
 from gateway.engines.base import (
     Ask,
     Engine,
+    EngineModel,
     EngineState,
     EngineUnusable,
-    HttpAnswer,
     Isolation,
-    Question,
     Told,
-    objects,
+    named,
 )
-from gateway.engines.openai import OpenAIEngine
-from gateway.engines.refusals import own_refusal
+from gateway.engines.openai import MODELS, OpenAIEngine
+from gateway.engines.refusals import failed
 from gateway.errors import GatewayError
+from gateway.protocols.base import count
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
@@ -35,6 +36,8 @@ from paceline.protocol import (
 )
 from paceline.request.fields import CACHE_SALT
 
+_REFUSALS = frozenset((400, 413, 422))
+_OF_THE_CLIENT = "invalid_request_error"
 _NO_PICTURES = frozenset((Feature.IMAGE,))
 REPORT_PATH = "/v1/status"
 """At which a worker returns its report."""
@@ -46,14 +49,26 @@ class _Paceline(Engine):
     kind = "paceline"
     tells_fault = True
 
-    def refusal(
-        self,
-        status: int,
-        body: bytes,
-        fields: Mapping[str, Any],  # noqa: ARG002
-    ) -> GatewayError:
-        """Return the error in its own words: they are ours."""
-        return own_refusal(status, body)
+    def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
+        """Return the error in its own words: they are ours.
+
+        The status of a stream is that of its head: what went wrong later has only a type.
+        """
+        try:
+            error = from_json(body)["error"]
+            message, param, code = error["message"], error.get("param"), error.get("code")
+            of_client = status == 200 and error.get("type") == _OF_THE_CLIENT
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return failed(status, "")
+        if not (of_client or status in _REFUSALS) or message is None:
+            return failed(status, "")
+        begun = of_client or code == errors.CONSTRAINT_TOO_COSTLY
+        return (errors.RefusedInAnswer if begun else errors.RefusedByWorker)(
+            400 if of_client else status,
+            str(message),
+            param=param if isinstance(param, str) else None,
+            code=code if isinstance(code, str) else None,
+        )
 
 
 class PacelineWorker(_Paceline):
@@ -86,7 +101,7 @@ class PacelineWorker(_Paceline):
             headers[TOKENS_LIMIT_HEADER] = str(told.token_limit)
         return headers
 
-    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:  # noqa: ARG002
+    def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
         """Return the serialized body: the headers carry the rest."""
         return body
 
@@ -94,25 +109,20 @@ class PacelineWorker(_Paceline):
 class PacelineGateway(_Paceline, OpenAIEngine):
     """Another gateway of Paceline: an OpenAI server that tells drafts and cached tokens."""
 
-    lacks = frozenset()
     default_pools = ("text-mtp", "vlm")
     default_slots = 16
     isolation = Isolation.CACHE_SALT
 
-    @classmethod
-    def is_sign(cls, answer: HttpAnswer) -> bool:
-        """Return whether the models are those of a Paceline."""
-        return any(
-            one.get("owned_by") == "paceline" for one in objects(answer.object().get("data"))
-        )
-
-    async def read(self, ask: Ask) -> EngineState:
+    async def ask_state(self, ask: Ask) -> EngineState:
         """Return its models without their aliases, which would name each twice."""
-        listed = (await ask(Question(self.models_path))).object().get("data")
-        state = self.state_of(listed, root=True)
-        if not state.models:
+        models = [
+            EngineModel(name, context_tokens=count(entry.get("max_model_len")))
+            for name, entry in named((await ask(MODELS)).objects())
+            if entry.get("root", name) == name
+        ]
+        if not models:
             raise EngineUnusable("The gateway at this URL serves no model now.")
-        return state
+        return EngineState(tuple(models))
 
     def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
         """Return the whole body with the draft counts requested, which this gateway counts."""

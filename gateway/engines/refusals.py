@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 _TEXT_CHARS = 4096
 # The gateway's own key, or its account: no client can mend that.
 _OF_THE_GATEWAY = frozenset((401, 402, 403, 407))
-_REFUSALS = frozenset((400, 413, 422))
 _UNSERVED = frozenset((404, 405, 415, 501))
 # LiteLLM looks for the first words, LangChain for the last.
 OVERFLOW_MESSAGE = (
@@ -39,7 +38,6 @@ _OVERFLOW_COUNTS = (
 _CONTEXT_COUNT = re.compile(r"(?:context|n_ctx)[^0-9.]{0,40}([0-9]{1,12})\b", re.IGNORECASE)
 _TOKEN_COUNT = re.compile(r"\b([0-9]{1,12})(?= [a-z ]{0,20}tokens?\b)", re.IGNORECASE)
 _UNSUPPORTED = "unsupported_value"
-_OF_THE_CLIENT = "invalid_request_error"
 _ABSENT: tuple[object, ...] = (None, [], {}, "")
 _CONSTRAINTS = (*CONSTRAINT_FIELDS, "tools")
 """Fields that may have a schema or a grammar."""
@@ -48,24 +46,24 @@ _CONSTRAINTS = (*CONSTRAINT_FIELDS, "tools")
 class Phrase(NamedTuple):
     """Words by which engines tell of one fault, and what the client is told instead."""
 
-    pattern: re.Pattern[str]
+    words: str
+    """A pattern, in any case."""
     message: str
     param: str
     code: str = _UNSUPPORTED
 
+    def found_in(self, text: str) -> bool:
+        """Return whether a text has the words."""
+        return re.search(self.words, text, re.IGNORECASE) is not None
 
-def phrase(words: str, message: str, param: str, code: str = _UNSUPPORTED) -> Phrase:
-    """Return a phrase for these words, in any case."""
-    return Phrase(re.compile(words, re.IGNORECASE), message, param, code)
 
-
-GRAMMAR = phrase(
+GRAMMAR = Phrase(
     # The last one: off Apple silicon, the grammars of MLX engines have no kernel.
     r"json.?schema|response_format|grammar|structured.output|guided_|\[metal_kernel\]",
     "The engine does not take this schema or grammar.",
     "response_format",
 )
-TEMPLATE = phrase(
+TEMPLATE = Phrase(
     r"chat.?template|jinja|roles must alternate|conversation roles|TemplateError|UndefinedError",
     "The chat template of the model does not take these messages.",
     "messages",
@@ -73,7 +71,7 @@ TEMPLATE = phrase(
 _WHATEVER_STATUS = (GRAMMAR, TEMPLATE)
 """Faults of a request to which engines also answer as to faults of their own."""
 _PHRASES = (
-    phrase(
+    Phrase(
         r"context (length|size|window|budget)|n_ctx|maximum context|available context|"
         r"(prompt|input|request)[^.]{0,60}(too long|too large|exceeds?\b)|"
         r"exceeds?[^.]{0,40}context",
@@ -81,15 +79,15 @@ _PHRASES = (
         "messages",
         errors.CONTEXT_OVERFLOW,
     ),
-    phrase(
+    Phrase(
         r"\bimages?\b|image_url|\bvision\b|multimodal|multi-modal|mmproj|only 'text' content|"
         r"\baudio\b|\bvideos?\b",
         "The engine takes no such media with this model.",
         "messages",
     ),
     GRAMMAR,
-    phrase(r"logprobs", "The engine gives no log-probabilities here.", "logprobs"),
-    phrase(
+    Phrase(r"logprobs", "The engine gives no log-probabilities here.", "logprobs"),
+    Phrase(
         r"does not support tools|tool_choice|tool.?call|\btools?\b",
         "The engine does not take these tools with this model.",
         "tools",
@@ -105,64 +103,42 @@ _MODEL_GONE = re.compile(
 
 
 def read_refusal(
-    status: int,
-    body: bytes,
-    fields: Mapping[str, Any],
-    phrases: Sequence[Phrase] = (),
+    status: int, body: bytes, fields: Mapping[str, Any], phrases: Sequence[Phrase] = ()
 ) -> errors.GatewayError:
     """Return the error for an answer with another status than 200, or for an error in a stream.
 
     `fields` are those of the request, `phrases` those of the engine.
     """
-    text, param, code = _read(body)
+    text, param = _read(body)
     of_client = 400 <= status < 500 or status == HTTPStatus.NOT_IMPLEMENTED
     if status >= 500 and any(
-        one.pattern.search(text) and _asked_by(one.param, fields) for one in _WHATEVER_STATUS
+        one.found_in(text) and _asked_by(one.param, fields) for one in _WHATEVER_STATUS
     ):
         of_client, status = True, HTTPStatus.BAD_REQUEST
     # The gateway asks for models that the engine lists, so one that is gone is no client's fault.
     if not of_client or status in _OF_THE_GATEWAY or _MODEL_GONE.search(text):
-        return _failed(status, text)
+        return failed(status, text)
     log.info("engine.refused status=%d phrase=%s chars=%d", status, _phrase_of(text), len(text))
     shown = HTTPStatus.BAD_REQUEST if status in _UNSERVED else HTTPStatus(status)
     message, param, code = _words(status, text, param, fields, phrases)
     return errors.RefusedByWorker(shown, message, param=param, code=code)
 
 
-def own_refusal(status: int, body: bytes) -> errors.GatewayError:
-    """Return the error of a worker or gateway of Paceline, whose message a client may read.
-
-    The status of a stream is that of its head: what went wrong later has a type alone.
-    """
-    try:
-        error = from_json(body)["error"]
-        message, param, code = error["message"], error.get("param"), error.get("code")
-        refused = status in _REFUSALS or (status == 200 and error.get("type") == _OF_THE_CLIENT)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        refused, message, param, code = False, None, None, None
-    if not refused or message is None:
-        return _failed(status, "")
-    begun = status == 200 or code == errors.CONSTRAINT_TOO_COSTLY
-    return (errors.RefusedInAnswer if begun else errors.RefusedByWorker)(
-        400 if status == 200 else status,
-        str(message),
-        param=param if isinstance(param, str) else None,
-        code=code if isinstance(code, str) else None,
-    )
-
-
 def _words(
-    status: int,
-    text: str,
-    param: str | None,
-    fields: Mapping[str, Any],
-    phrases: Sequence[Phrase],
+    status: int, text: str, param: str | None, fields: Mapping[str, Any], phrases: Sequence[Phrase]
 ) -> tuple[str, str | None, str]:
     """Return the message, the field and the code for a fault of the client."""
     for one in (*phrases, *_PHRASES):
-        if one.pattern.search(text) and (asked := _asked_by(one.param, fields)):
-            counted = _overflow_of(text) if one.code == errors.CONTEXT_OVERFLOW else None
-            return counted or one.message, asked, one.code
+        if not one.found_in(text) or (asked := _asked_by(one.param, fields)) is None:
+            continue
+        message = one.message
+        if one.code == errors.CONTEXT_OVERFLOW:
+            found = _CONTEXT_COUNT.search(text)
+            context = int(found[1]) if found else 0
+            prompt = max(map(int, _TOKEN_COUNT.findall(text)), default=0)
+            if 0 < context < prompt:
+                message = _OVERFLOW_COUNTS.format(context=context, prompt=prompt)
+        return message, asked, one.code
     param = param if param and re.split(r"[.\[]", param)[0] in fields else None
     if status in _UNSERVED and param is None:
         return "The engine does not serve this kind of request.", None, "endpoint_not_served"
@@ -171,15 +147,8 @@ def _words(
     return f"The engine does not take {what}.", param, "invalid_value"
 
 
-def _overflow_of(text: str) -> str | None:
-    """Return the message of an overflow with both numbers, if the engine names them."""
-    found = _CONTEXT_COUNT.search(text)
-    context = int(found[1]) if found else 0
-    prompt = max(map(int, _TOKEN_COUNT.findall(text)), default=0)
-    return _OVERFLOW_COUNTS.format(context=context, prompt=prompt) if 0 < context < prompt else None
-
-
-def _failed(status: int, text: str) -> errors.WorkerFailed:
+def failed(status: int, text: str) -> errors.WorkerFailed:
+    """Return the error of a worker that failed, and log what is known of its fault."""
     log.warning("worker.failed status=%d phrase=%s chars=%d", status, _phrase_of(text), len(text))
     return errors.WorkerFailed()
 
@@ -188,37 +157,29 @@ def _phrase_of(text: str) -> str:
     """Name the fault that a text tells of, for the log."""
     if _MODEL_GONE.search(text):
         return "model"
-    known = (one for one in _PHRASES if one.pattern.search(text))
+    known = (one for one in _PHRASES if one.found_in(text))
     return next((one.param if one.code == _UNSUPPORTED else one.code for one in known), "-")
 
 
-def _read(body: bytes) -> tuple[str, str | None, str | None]:
-    """Return the text of an error, and the field and the code that it names."""
+def _read(body: bytes) -> tuple[str, str | None]:
+    """Return the text of an error, and the field that it names."""
     try:
-        answer = from_json(body)
+        text = answer = from_json(body)
     except ValueError:
-        return body[:_TEXT_CHARS].decode(errors="replace"), None, None
-    if not isinstance(answer, Mapping):
-        return str(answer)[:_TEXT_CHARS], None, None
-    error = answer.get("error", answer.get("detail", answer.get("message", "")))
-    match error:
-        case Mapping():
-            message = error.get("message", error.get("detail", ""))
-            return str(message)[:_TEXT_CHARS], _plain(error.get("param")), _plain(error.get("code"))
-        case [Mapping() as first, *_]:  # FastAPI's list of invalid fields
-            where = first.get("loc")
-            steps = where if isinstance(where, list) else []
-            names = [step for step in steps if isinstance(step, str) and step != "body"]
-            return (
-                str(first.get("msg", ""))[:_TEXT_CHARS],
-                _plain(names[0]) if names else None,
-                None,
-            )
-    return str(error)[:_TEXT_CHARS], None, None
-
-
-def _plain(value: object) -> str | None:
-    return value if isinstance(value, str) and is_plain_name(value) else None
+        return body[:_TEXT_CHARS].decode(errors="replace"), None
+    param = None
+    if isinstance(answer, dict):
+        text = answer.get("error", answer.get("detail", answer.get("message", "")))
+        match text:
+            case dict() as error:
+                text, param = error.get("message", error.get("detail", "")), error.get("param")
+            case [dict() as first, *_]:  # FastAPI's list of invalid fields
+                steps = first.get("loc")
+                steps = steps if isinstance(steps, list) else []
+                names = (one for one in steps if isinstance(one, str) and one != "body")
+                text, param = first.get("msg", ""), next(names, None)
+    named = isinstance(param, str) and is_plain_name(param)
+    return str(text)[:_TEXT_CHARS], param if named else None
 
 
 def _named(text: str, fields: Mapping[str, Any]) -> str | None:

@@ -91,9 +91,12 @@ class Cordons:
         for check in range(int(timeout_s / _DRAIN_CHECK_S) + 1):
             if worker_id not in self.by_worker:
                 break
-            if check >= first_check and not self._fleet.local_requests(worker_id):
-                await self._report_client.probe_by_id(worker_id)
-                if not self._fleet.reported_requests(worker_id):
+            worker = self._fleet.get(worker_id)
+            if check >= first_check and not (worker and worker.in_flight.total()):
+                if worker is not None and worker.backend.sends_reports:
+                    await self._report_client.probe(worker.report)
+                worker = self._fleet.get(worker_id)
+                if worker is None or not worker.reported_requests:
                     return True
             await asyncio.sleep(_DRAIN_CHECK_S)
         return False
@@ -104,6 +107,5 @@ class Cordons:
 
     def _check_known(self, worker_id: str) -> None:
         """Raise `WorkerUnknown` unless the worker is in the fleet or cordoned."""
-        workers = (worker.report.worker_id for worker in self._fleet.workers())
-        if worker_id not in self.by_worker and worker_id not in workers:
+        if worker_id not in self.by_worker and self._fleet.get(worker_id) is None:
             raise WorkerUnknown

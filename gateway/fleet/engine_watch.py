@@ -16,10 +16,10 @@ from gateway.engines import KINDS, detect
 from gateway.engines.base import EngineSilent, EngineUnusable, HttpAnswer, Question
 from gateway.engines.openai import OpenAIEngine
 from gateway.errors import WorkerIdTaken
-from gateway.fleet.health import read_bounded
+from gateway.fleet.health import TIMEOUTS, fetch
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.periodic import Job
-from gateway.state.counters import CounterStore
+from gateway.state.shared_counters import CounterStore
 from paceline.http import certificate_authorities
 from paceline.protocol import MTP_LANE, LaneReport, WorkerReport
 
@@ -30,8 +30,8 @@ READ_TIMEOUT_S = 10.0
 _READ_INTERVAL_S = 10.0
 # An engine that takes connections and answers no probe for so long is taken for dead.
 _GRACE_S = 30.0
-_RETRIES = 1
 _BOOT_ID = "static"
+_NEVER_S = float("-inf")
 _FORBIDDEN = frozenset((401, 403))
 
 
@@ -48,9 +48,9 @@ class WatchedEngine:
     """The variable of its key is not set here, so that the engine is not asked."""
     engine: OpenAIEngine | None = None
     """None until the engine is found out."""
-    read_at_s: float = float("-inf")
+    read_at_s: float = _NEVER_S
     """The time of the last answer about its models."""
-    answered_at_s: float = float("-inf")
+    answered_at_s: float = _NEVER_S
     """The time of the last answer to a probe."""
 
     @property
@@ -177,16 +177,11 @@ class EngineWatch:
 
     async def examine(self, watched: WatchedEngine) -> None:
         """Find out an engine and its models; raise `EngineSilent` or `EngineUnusable`."""
-        if watched.engine is None:
-            await self._find_out(watched)
-        await self._read(watched)
+        await self._read(watched, await self._engine(watched))
 
     async def _check(self, watched: WatchedEngine) -> str:
         """Return why an engine gets no requests; empty if it does."""
-        if watched.engine is None:
-            await self._find_out(watched)
-        engine = watched.engine
-        assert engine is not None, "just found out"
+        engine = await self._engine(watched)
         busy = False
         try:
             answer = await self._ask(watched, engine.health)
@@ -202,7 +197,7 @@ class EngineWatch:
         if engine.names and self._is_live(watched):
             await self._heartbeat(watched)
         if not busy and self._clock() - watched.read_at_s >= _READ_INTERVAL_S:
-            await self._read(watched)
+            await self._read(watched, engine)
         if not engine.names:
             return "The engine has none of the models that it is listed for."
         return await self._heartbeat(watched)
@@ -213,12 +208,15 @@ class EngineWatch:
         A server with one thread answers none while it works on a request, of others too and of a
         client that has left. The timeouts of requests show whether it still works.
         """
-        worker_id = watched.entry.id
-        answered_at_s = max(watched.answered_at_s, self._fleet.answered_at_s(worker_id))
+        worker = self._fleet.get(watched.entry.id)
+        answered_at_s = max(watched.answered_at_s, worker.answered_at_s if worker else _NEVER_S)
         recent = self._clock() - answered_at_s < _GRACE_S
-        return recent or self._fleet.local_requests(worker_id) > 0
+        return recent or (worker is not None and worker.in_flight.total() > 0)
 
-    async def _find_out(self, watched: WatchedEngine) -> None:
+    async def _engine(self, watched: WatchedEngine) -> OpenAIEngine:
+        """Return an engine, which is found out first if need be."""
+        if watched.engine is not None:
+            return watched.engine
         kind = watched.entry.kind
         if kind == "auto":
             engine_class = await detect(lambda question: self._ask(watched, question))
@@ -228,12 +226,11 @@ class EngineWatch:
         watched.engine = engine_class(
             watched.token, watched.entry.names, cache_salt=watched.entry.cache_salt
         )
-        watched.read_at_s = float("-inf")
+        watched.read_at_s = _NEVER_S
+        return watched.engine
 
-    async def _read(self, watched: WatchedEngine) -> None:
+    async def _read(self, watched: WatchedEngine, engine: OpenAIEngine) -> None:
         """Ask an engine for its models and counts."""
-        engine = watched.engine
-        assert engine is not None, "the engine has not been found out"
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 state = await engine.read(lambda question: self._ask(watched, question))
@@ -262,10 +259,8 @@ class EngineWatch:
         return ""
 
     def _is_live(self, watched: WatchedEngine) -> bool:
-        return any(
-            one.backend is watched.engine and one.report.worker_id == watched.entry.id
-            for one in self._fleet.workers()
-        )
+        worker = self._fleet.get(watched.entry.id)
+        return worker is not None and worker.backend is watched.engine
 
     def _stop(self, worker_id: str) -> None:
         """Stop watching an engine, which gets no further requests."""
@@ -283,25 +278,16 @@ class EngineWatch:
         if question.body is not None:
             method, content = "POST", to_json(question.body)
             headers["content-type"] = "application/json"
-        for attempt in range(_RETRIES + 1):
-            try:
-                async with (
-                    asyncio.timeout(READ_TIMEOUT_S),
-                    self._client.stream(method, url, headers=headers, content=content) as response,
-                ):
-                    body = await read_bounded(response)
-                    names = {name.lower(): value for name, value in response.headers.items()}
-                    return HttpAnswer(response.status_code, names, body.decode(errors="replace"))
-            except (httpx.TimeoutException, TimeoutError):
-                why = f"no answer to {method} {question.path} within {READ_TIMEOUT_S:g} s"
-                raise EngineSilent(why, timed_out=True) from None
-            except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
-                if attempt == _RETRIES:
-                    why = type(error).__name__  # its words may be those of the engine
-                    log.info("engine.silent worker=%s error=%s", watched.entry.id, why)
-                    raise EngineSilent(_reason(error)) from None
-        raise AssertionError("the last attempt returns or raises")
-
-
-def _reason(error: Exception) -> str:
-    return "nothing listens at its URL" if isinstance(error, httpx.ConnectError) else "no HTTP"
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                response, body = await fetch(self._client, method, url, headers, content)
+        except TIMEOUTS:
+            why = f"no answer to {method} {question.path} within {READ_TIMEOUT_S:g} s"
+            raise EngineSilent(why, timed_out=True) from None
+        except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
+            why = type(error).__name__  # its words may be those of the engine
+            log.info("engine.silent worker=%s error=%s", watched.entry.id, why)
+            unheard = isinstance(error, httpx.ConnectError)
+            raise EngineSilent("nothing listens at its URL" if unheard else "no HTTP") from None
+        names = {name.lower(): value for name, value in response.headers.items()}
+        return HttpAnswer(response.status_code, names, body.decode(errors="replace"))

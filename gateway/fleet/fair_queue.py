@@ -10,7 +10,8 @@ them; and bulk work is slow but never starves.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from paceline.request.profile import Priority
@@ -18,6 +19,7 @@ from paceline.request.profile import Priority
 WEIGHTS = {Priority.INTERACTIVE: 16, Priority.DEFAULT: 4, Priority.BULK: 1}
 
 Ticket = TypeVar("Ticket")
+Waiting = TypeVar("Waiting", bound=Hashable)
 _Flow = tuple[Priority, str]
 
 
@@ -73,3 +75,15 @@ class FairQueue(Generic[Ticket]):
             self._flows[flow] = (last, waiting - 1)
         if not self._order:
             self._virtual_time = 0.0
+
+
+def room_for(client: str, waiting: dict[Waiting, str]) -> Waiting | None:
+    """Return which of those that wait leaves for a client that has fewer; None: it has no fewer.
+
+    `waiting` has their clients in order. The last one of the client with the most leaves.
+    """
+    counts = Counter(waiting.values())
+    most = max(counts.values(), default=0)
+    if counts[client] + 1 >= most:
+        return None
+    return next(one for one in reversed(waiting) if counts[waiting[one]] == most)

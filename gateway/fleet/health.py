@@ -12,12 +12,12 @@ from typing import Any
 
 import httpx
 from pydantic_core import from_json
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
+from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_fixed
 
 from gateway.engines.paceline import REPORT_PATH, PacelineWorker
 from gateway.fleet.registry import WorkerRegistry
 from gateway.periodic import SharedRuns
-from gateway.state.counters import CounterStore
+from gateway.state.shared_counters import CounterStore
 from gateway.strict_json import Pieces, size_of
 from paceline.http import certificate_authorities, system_error
 from paceline.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
@@ -40,6 +40,7 @@ CHECK_REFUSALS = (
 MAX_ATTEMPTS = 2
 _MAX_CALL_BACKS = 64
 _RETRY_DELAY_S = 0.05
+TIMEOUTS = (httpx.TimeoutException, TimeoutError)
 
 
 class ReportClient:
@@ -119,12 +120,6 @@ class ReportClient:
                 self._fleet.update_report(report)
                 await self._store.store_report(report)
 
-    async def probe_by_id(self, worker_id: str) -> None:
-        """Probe the worker with this id, unless it is a static one."""
-        for worker in self._fleet.workers():
-            if worker.report.worker_id == worker_id and worker.backend.sends_reports:
-                await self.probe(worker.report)
-
     async def probe(self, worker: WorkerReport) -> bool:
         """Return whether a worker answers; its answer counts as a heartbeat."""
         report = await self._refreshed(worker)
@@ -147,8 +142,8 @@ class ReportClient:
         url = worker.url + REPORT_PATH
         try:
             async with asyncio.timeout(timeout_s):
-                status, body = await _get_with_retry(self.client, url)
-            if status != httpx.codes.OK:
+                response, body = await fetch(self.client, "GET", url)
+            if (status := response.status_code) != httpx.codes.OK:
                 rejected = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
                 raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")
             report = WorkerReport.model_validate(from_json(body)["report"])
@@ -202,7 +197,7 @@ _PROBLEMS = {
 
 def _problem(error: BaseException) -> str:
     """Return the reason for an error of the client library, and what to do about it."""
-    if isinstance(error, httpx.TimeoutException | TimeoutError):
+    if isinstance(error, TIMEOUTS):
         return _FIREWALL
     match system_error(error):
         case socket.gaierror():
@@ -212,23 +207,33 @@ def _problem(error: BaseException) -> str:
     return _OTHER_PROGRAM
 
 
-async def _get_with_retry(client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
-    """Return the status and the first bytes of the body; raise httpx's error of the last attempt.
+async def fetch(
+    client: httpx.AsyncClient,
+    method: str,
+    url: str,
+    headers: Mapping[str, str] | None = None,
+    content: bytes | None = None,
+) -> tuple[httpx.Response, bytes]:
+    """Return a response and the first bytes of its body; ask twice if the connection breaks.
 
-    The caller limits the time of all attempts together.
+    Raise the arbitrary errors of the client library. The caller limits the time of both attempts.
     """
+
+    async def ask() -> tuple[httpx.Response, bytes]:
+        async with client.stream(method, url, headers=headers, content=content) as response:
+            return response, await read_bounded(response)
+
     retrying = AsyncRetrying(
         stop=stop_after_attempt(MAX_ATTEMPTS),
         wait=wait_fixed(_RETRY_DELAY_S),
-        retry=retry_if_exception_type(httpx.TransportError),
+        retry=retry_if_exception(_is_broken),
         reraise=True,
     )
-    return await retrying(_get, client, url)
+    return await retrying(ask)
 
 
-async def _get(client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
-    async with client.stream("GET", url) as response:
-        return response.status_code, await read_bounded(response)
+def _is_broken(error: BaseException) -> bool:
+    return isinstance(error, Exception) and not isinstance(error, TIMEOUTS)
 
 
 async def read_bounded(response: httpx.Response) -> bytes:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from gateway.engines.base import Engine
 from gateway.engines.paceline import PacelineWorker
 from gateway.errors import TooManyWorkers, WorkerIdTaken
-from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
-from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
+from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult, CircuitBreaker
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState
 from gateway.routing.select import Candidate
-from gateway.routing.view import FleetView, WorkerView
+from gateway.routing.view import FleetView
 from gateway.state.counters import MAX_WORKERS
 from gateway.types import WorkerBoot
 from paceline.addresses import is_loopback
@@ -38,6 +37,13 @@ AbsenceKind = Literal["restarting", "silent", "left"]
 """Why a worker is gone; `restarting`: its process ended, and its supervisor starts it again."""
 
 
+class _Absence(NamedTuple):
+    kind: AbsenceKind
+    since_s: float
+    url: str = ""
+    """Where it was, if it is silent."""
+
+
 class WorkerRegistry:
     """Workers by id. One event loop owns it, so it needs no lock.
 
@@ -57,22 +63,23 @@ class WorkerRegistry:
         self._jitter = jitter
         self._static_models = self._known_models = known_models
         self._seen_models: dict[str, None] = {}
+        """Models of workers that send heartbeats, also of those that are gone."""
         self._sampling: dict[str, Sampling] = {}
         """The defaults of each model, as the last of its workers to start reports them."""
-        """Models of workers that send heartbeats, also of those that are gone."""
         self._logged_full = False
         self.on_capacity: Callable[[], None] = lambda: None
         self._backend = backend or PacelineWorker()
         self._workers: dict[str, WorkerState] = {}
-        self._absences: dict[str, tuple[AbsenceKind, float]] = {}
-        """Why the last workers that are gone are, and since when, by the clock. One whose process
-        is started again is here until it is ready."""
-        self._silent_urls: dict[str, str] = {}
-        """Of workers that are gone without a word, by id."""
+        self._absences: dict[str, _Absence] = {}
+        """The last workers that are gone; one whose process is started again until it is ready."""
         self._cordoned: frozenset[str] = frozenset()
         self._stalled_until_s = NEVER_S
         self._last_tick_s: float | None = None
-        self._views = _ViewCache()
+        self._view = FleetView.of((), known_models)
+        self._view_until_s = NEVER_S
+        """When time alone changes which workers are available; the past after another change."""
+        self._changed: set[WorkerState] = set()
+        """Workers whose load has changed since the view was taken."""
 
     def heartbeat(
         self, report: WorkerReport, backend: Engine | None = None, *, reached: bool = False
@@ -120,7 +127,7 @@ class WorkerRegistry:
         now_s = self._clock()
         before = worker = self._workers.get(report.worker_id)
         known = worker is not None and _same_address(worker.report, report)
-        if worker is not None and not (known or worker.problem) and worker.is_live(now_s):
+        if worker is not None and not (known or worker.problem) and worker.is_live:
             return
         if before is None or before.problem != problem:
             log.warning("worker.unreachable worker=%s: %s", report.worker_id, problem)
@@ -132,7 +139,7 @@ class WorkerRegistry:
                 return
             worker.confirmed = False
         worker.problem = problem
-        self._views.invalidate()
+        self._view_until_s = NEVER_S
 
     def merge_remote(self, report: WorkerReport, age_s: float) -> bool:
         """Record a heartbeat that another gateway received; return whether it is news."""
@@ -160,8 +167,8 @@ class WorkerRegistry:
         """Replace the report of a worker without recording a heartbeat."""
         worker = self._workers.get(report.worker_id)
         if worker is not None and worker.report.boot_id == report.boot_id:
-            worker.update(report, self._clock())
-            self._views.invalidate()
+            worker.update(report)
+            self._view_until_s = NEVER_S
 
     def compensate_stall(self, stall_s: float) -> None:
         """Extend all heartbeats by the time for which this gateway's event loop has stalled.
@@ -175,36 +182,32 @@ class WorkerRegistry:
             for worker in self._workers.values():
                 extended_s = worker.heartbeat_at_s + stall_s
                 worker.heartbeat_at_s = min(extended_s, self._last_tick_s)  # never in the future
-            self._views.invalidate()
+            self._view_until_s = NEVER_S
 
     def set_cordoned(self, worker_ids: frozenset[str]) -> None:
         """Cordon these workers, in later boots too, and uncordon all others."""
         self._cordoned = worker_ids
         for worker_id, worker in self._workers.items():
             worker.cordoned = worker_id in worker_ids
-        self._views.invalidate()
-        self.on_capacity()
+        self._announce()
 
     def remove(self, worker_id: str, *, restarting: bool = False) -> None:
         """Remove a worker that has left, or whose process has ended and is started again."""
-        self._silent_urls.pop(worker_id, None)
-        known = self._workers.pop(worker_id, None) is not None or worker_id in self._absences
-        if known:
-            self._set_absence(worker_id, "restarting" if restarting else "left", self._clock())
-        self._views.invalidate()
-        self.on_capacity()
+        if self._workers.pop(worker_id, None) is not None or worker_id in self._absences:
+            kind: AbsenceKind = "restarting" if restarting else "left"
+            self._add_absence(worker_id, _Absence(kind, self._clock()))
+        self._announce()
 
     def acquire(self, candidate: Candidate, *, ejected: bool = False) -> Lease | None:
         """Acquire a slot of a lane; return None if it has none free.
 
         `ejected`: an ejected worker may have one too, for as many requests as on probation.
         """
-        now_s = self._clock()
         worker = self._workers.get(candidate.worker_id)
-        if worker is None or not self._has_free_slot(worker, candidate.lane, now_s, ejected):
+        if worker is None or not self._has_free_slot(worker, candidate.lane, ejected=ejected):
             return None
-        worker.add_request(candidate.lane, candidate.prefill_s, now_s)
-        self._views.add_changed(worker)
+        worker.add_request(candidate.lane, candidate.prefill_s)
+        self._changed.add(worker)
         breaker = worker.breaker
         on_probation = breaker.probation_limit is not None
         worker.probation_requests += on_probation
@@ -215,53 +218,54 @@ class WorkerRegistry:
         """Record that a worker takes a request, after which others may follow to a busy one."""
         if lease.probes:
             lease.probes = lease.state.probing = False
-            lease.state.breaker = lease.state.breaker.record_taken()
-            self._views.invalidate()
+            self._set_breaker(lease.state, lease.state.breaker.record_taken())
 
     def release(self, lease: Lease, result: AttemptResult, retry_after_s: float = 0.0) -> None:
         """Release a slot and record the result in the worker's circuit breaker."""
         now_s = self._clock()
         worker = lease.state
-        before = worker.breaker
-        worker.remove_request(lease.candidate.lane, lease.candidate.prefill_s, now_s)
-        if self._workers.get(worker.report.worker_id) is worker:
-            self._views.add_changed(worker)
+        worker.remove_request(lease.candidate.lane, lease.candidate.prefill_s)
+        self._changed.add(worker)
         if result is AttemptResult.SUCCEEDED:
             worker.answered_at_s = now_s
             self.record_taken(lease)
-            before = worker.breaker
-            if before is HEALTHY:
+            if worker.breaker is HEALTHY:
                 return
         elif lease.probes:
             lease.probes = worker.probing = False
+        before = after = worker.breaker
         if lease.ejected_at_s != before.ejected_at_s:
             return  # sent before the last ejection, which has taken account of such requests
         if before.probation_limit is not None:
             worker.probation_requests -= 1
         if result is AttemptResult.SUCCEEDED:
-            worker.breaker = before.record_success(now_s, max(worker.slots.values(), default=1))
+            after = before.record_success(now_s, max(worker.slots.values(), default=1))
         elif result is AttemptResult.BUSY:
-            worker.breaker = before.record_busy(now_s, retry_after_s, jitter=self._jitter())
+            after = before.record_busy(now_s, retry_after_s, jitter=self._jitter())
         elif result is AttemptResult.FAILED or (
             result in _TIMEOUTS and not self._is_stalled(now_s)
         ):
             # An ejected worker was asked for lack of another one: no failure of it is news.
-            last = before.is_ejected(now_s) or self._is_last(worker, now_s)
-            worker.breaker = before.record_failure(now_s, result, last=last, jitter=self._jitter())
-        if worker.breaker.ejected_at_s != before.ejected_at_s:
+            last = before.is_ejected(now_s) or self._is_last(worker)
+            after = before.record_failure(now_s, result, last=last, jitter=self._jitter())
+        if after.ejected_at_s != before.ejected_at_s:
             worker.probation_requests = 0
-        if worker.breaker is not before:
-            self._views.invalidate()
+        self._set_breaker(worker, after)
+
+    def get(self, worker_id: str) -> WorkerState | None:
+        """Return a live worker; None if it is not in the fleet."""
+        self._expire()
+        return self._workers.get(worker_id)
 
     def workers(self) -> tuple[WorkerState, ...]:
         """Return the live workers, those that accept no requests included."""
-        self._expire(self._clock())
+        self._expire()
         return tuple(self._workers.values())
 
     def silent_urls(self) -> tuple[str, ...]:
         """Return the URLs of workers whose heartbeats have ceased."""
-        self._expire(self._clock())
-        return tuple(self._silent_urls.values())
+        self._expire()
+        return tuple(one.url for one in self._absences.values() if one.kind == "silent")
 
     def pool_lanes(self, name: str, pool: Pool) -> tuple[tuple[WorkerState, LaneReport], ...]:
         """Return the lanes of a pool over all live workers."""
@@ -274,31 +278,30 @@ class WorkerRegistry:
         )
 
     def view_of_all(self) -> FleetView:
-        """Return a snapshot of all workers, also of those that accept no requests now."""
-        views = tuple(worker.view() for worker in self.workers())
-        return FleetView.of(views, self._known_models, self._clock())
+        """Return all workers for decisions, also those that accept no requests now."""
+        views = [worker.update_view() for worker in self.workers()]
+        return FleetView.of(views, self._known_models, self._sampling)
 
     def view(self, without: frozenset[str] = NO_WORKERS) -> FleetView:
-        """Return an immutable snapshot for decisions that excludes the workers `without`."""
+        """Return the available workers for decisions, except `without`."""
         now_s = self._clock()
-        if now_s >= self._views.expires_at_s:
-            self._rebuild_views(now_s)
+        if now_s >= self._view_until_s:
+            self._expire()
+            workers = self._workers.values()
+            timeouts_s = [one.heartbeat_at_s + HEARTBEAT_TIMEOUT_S for one in workers]
+            available_s = [one.breaker.available_at_s for one in workers]
+            ends_s = *timeouts_s, *(at_s for at_s in available_s if at_s > now_s)
+            self._view_until_s = min(ends_s, default=NEVER_S)
+            views = [worker.update_view() for worker in workers if self.is_available(worker)]
+            self._view = FleetView.of(views, self._known_models, self._sampling)
         else:
-            self._views.replace_changed()
-        fleet = self._views.fleet
+            for worker in self._changed:
+                worker.update_view()
+        self._changed.clear()
         if without:
-            rest = [one for one in fleet.workers if one.worker_id not in without]
-            return FleetView.of(tuple(rest), self._known_models, now_s)
-        return FleetView(
-            fleet.workers,
-            self._known_models,
-            fleet.lane_costs,
-            fleet.positions,
-            now_s,
-            sampling=self._sampling,
-            takes_all=fleet.takes_all,
-            untold=fleet.untold,
-        )
+            rest = [view for name, view in self._view.workers.items() if name not in without]
+            return FleetView.of(rest, self._known_models, self._sampling)
+        return self._view
 
     def node_sources(
         self, taker: WorkerState, holders: Iterable[tuple[WorkerBoot, int]]
@@ -315,7 +318,7 @@ class WorkerRegistry:
                 holder is not None
                 and holder.report.boot_id == boot_id
                 and holder.backend is taker.backend is self._backend
-                and holder.is_live(self._clock())
+                and holder.is_live
                 and not holder.problem
                 and (_is_local(taker.report) or not _is_local(holder.report))
             ):
@@ -324,7 +327,10 @@ class WorkerRegistry:
 
     def is_available(self, worker: WorkerState) -> bool:
         """Return whether a worker gets new requests now."""
-        return self._is_available(worker, self._clock())
+        if not worker.accepting or worker.busy_for_s:
+            return False
+        # An ejected worker is better than none, so the last one of a model stays available.
+        return not worker.ejected_for_s or self._is_last(worker)
 
     def available_in_s(self, model: str) -> float | None:
         """Return when the first ejected or busy worker of a model is available again, if any is."""
@@ -349,57 +355,22 @@ class WorkerRegistry:
 
         None if there is none. Workers of Paceline are left out: they have a queue of their own.
         """
-        now_s = self._clock()
         waits_s = [
-            max(0.0, worker.breaker.busy_until_s - now_s)
+            worker.busy_for_s
             for worker_id, worker in self._workers.items()
             if worker_id not in without
             and worker.accepting
             and model in worker.models
             and not worker.backend.sends_reports
-            and not worker.breaker.is_ejected(now_s)
+            and not worker.ejected_for_s
             and worker.breaker.is_busy(at_s)
         ]
         return min(waits_s, default=None)
 
-    def local_requests(self, worker_id: str) -> int:
-        """Return how many requests of this gateway a worker has."""
-        worker = self._workers.get(worker_id)
-        return 0 if worker is None else worker.in_flight.total()
-
-    def answered_at_s(self, worker_id: str) -> float:
-        """Return the time of the last answer of a worker to this gateway."""
-        worker = self._workers.get(worker_id)
-        return NEVER_S if worker is None else worker.answered_at_s
-
-    def reported_requests(self, worker_id: str) -> int:
-        """Return how many requests a worker has as of its last report, whoever sent them.
-
-        Engines without reports, and workers that are silent for too long, have none.
-        """
-        worker = self._workers.get(worker_id)
-        if worker is None or not worker.backend.sends_reports or not worker.is_live(self._clock()):
-            return 0
-        return sum(lane.running + lane.waiting for lane in worker.report.lanes)
-
-    def heartbeat_age_s(self, worker: WorkerState) -> float:
-        """Return the time since a worker's last heartbeat."""
-        return self._clock() - worker.heartbeat_at_s
-
     def absence(self, worker_id: str) -> tuple[AbsenceKind, float] | None:
         """Return why a worker is gone and for how many seconds; None if that is not known."""
-        if worker_id not in self._absences:
-            return None
-        kind, since_s = self._absences[worker_id]
-        return kind, self._clock() - since_s
-
-    def ejected_for_s(self, worker: WorkerState) -> float:
-        """Return how long a worker stays ejected; 0 if it is not."""
-        return max(0.0, worker.breaker.ejected_until_s - self._clock())
-
-    def busy_for_s(self, worker: WorkerState) -> float:
-        """Return how long a worker stays busy by its own Retry-After; 0 if it is not."""
-        return max(0.0, worker.breaker.busy_until_s - self._clock())
+        absence = self._absences.get(worker_id)
+        return None if absence is None else (absence.kind, self._clock() - absence.since_s)
 
     def _record(
         self, report: WorkerReport, heartbeat_at_s: float, backend: Engine | None = None
@@ -408,9 +379,7 @@ class WorkerRegistry:
 
         A new boot begins without requests or failures; requests of an earlier one count there.
         """
-        now_s = self._clock()
         backend = backend or self._backend
-        self._silent_urls.pop(report.worker_id, None)
         worker = self._workers.get(report.worker_id)
         if worker is not None and self._is_taken(worker, report, backend):
             return None
@@ -419,32 +388,24 @@ class WorkerRegistry:
             and worker.backend is backend
             and worker.report.boot_id == report.boot_id
         ):
-            before, models_before = worker.report, (worker.models, worker.model_views)
-            worker.confirmed &= _same_address(before, report)
-            worker.update(report, now_s)
+            before = worker.eligibility
+            worker.confirmed &= _same_address(worker.report, report)
+            worker.update(report)
             worker.heartbeat_at_s = heartbeat_at_s
-            if same_routing(before, report) and models_before == (
-                worker.models,
-                worker.model_views,
-            ):
-                self._views.add_changed(worker)
-            else:
-                self._views.invalidate()
+            self._changed.add(worker)
+            if worker.eligibility != before:
+                self._view_until_s = NEVER_S
         else:
-            worker = WorkerState(
-                report,
-                heartbeat_at_s,
-                backend,
-                cordoned=report.worker_id in self._cordoned,
-            )
+            cordoned = report.worker_id in self._cordoned
+            worker = WorkerState(report, heartbeat_at_s, backend, self._clock, cordoned)
             self._workers[report.worker_id] = worker
-            self._views.invalidate()
+            self._view_until_s = NEVER_S
             self._sampling.pop(report.model, None)
         if backend.sends_reports and report.ready and report.model not in self._sampling:
             self._sampling[report.model] = report.sampling.sampling()
         worker.confirmed |= report.ready
         absence = self._absences.get(report.worker_id)
-        if absence is not None and (report.ready or absence[0] != "restarting"):
+        if absence is not None and (report.ready or absence.kind != "restarting"):
             del self._absences[report.worker_id]
         if not self._known_models.issuperset(worker.models):
             self._seen_models |= dict.fromkeys(worker.models)
@@ -461,14 +422,23 @@ class WorkerRegistry:
             return
         worker.problem = ""
         worker.breaker = worker.breaker.record_connection(self._clock())
-        self._views.invalidate()
+        self._announce()
+
+    def _set_breaker(self, worker: WorkerState, breaker: CircuitBreaker) -> None:
+        if breaker is not worker.breaker:
+            worker.breaker = breaker
+            self._view_until_s = NEVER_S
+
+    def _announce(self) -> None:
+        """Let the next decisions see that other workers are available now."""
+        self._view_until_s = NEVER_S
         self.on_capacity()
 
     def _check_count(self, report: WorkerReport) -> None:
         """Raise `TooManyWorkers` if a worker that is not in the fleet would be one too many."""
         if report.worker_id in self._workers or len(self._workers) < MAX_WORKERS:
             return
-        self._expire(self._clock())
+        self._expire()
         joined = sum(worker.backend.sends_reports for worker in self._workers.values())
         if joined < MAX_WORKERS:
             self._logged_full = False
@@ -484,29 +454,9 @@ class WorkerRegistry:
         # A heartbeat of the id of a static worker must not get the key of that worker.
         if worker.backend is backend and (report.boot_id == same[0] or report.url == same[1]):
             return False
-        return not worker.problem and worker.is_live(self._clock())
+        return not worker.problem and worker.is_live
 
-    def _rebuild_views(self, now_s: float) -> None:
-        """Take views of all available workers, valid until time alone changes which these are."""
-        self._expire(now_s)
-        workers = self._workers.values()
-        timeouts_s = [worker.heartbeat_at_s + HEARTBEAT_TIMEOUT_S for worker in workers]
-        available_s = [worker.breaker.available_at_s for worker in workers]
-        self._views = _ViewCache(
-            [worker.view() for worker in workers if self._is_available(worker, now_s)],
-            min((*timeouts_s, *(at_s for at_s in available_s if at_s > now_s)), default=NEVER_S),
-        )
-
-    def _is_available(self, worker: WorkerState, now_s: float) -> bool:
-        breaker = worker.breaker
-        if not worker.accepting or breaker.is_busy(now_s):
-            return False
-        # An ejected worker is better than none, so the last one of a model stays available.
-        return not breaker.is_ejected(now_s) or self._is_last(worker, now_s)
-
-    def _has_free_slot(
-        self, worker: WorkerState, lane: str, now_s: float, ejected: bool = False
-    ) -> bool:
+    def _has_free_slot(self, worker: WorkerState, lane: str, *, ejected: bool) -> bool:
         if worker.occupied(lane) >= worker.slots.get(lane, 0) or worker.cordoned:
             return False
         breaker = worker.breaker
@@ -515,15 +465,16 @@ class WorkerRegistry:
         if breaker.refusals and worker.probing:
             return False
         limit = breaker.probation_limit
-        available = self._is_available(worker, now_s) or (
-            ejected and worker.accepting and not breaker.is_busy(now_s)
+        available = self.is_available(worker) or (
+            ejected and worker.accepting and not worker.busy_for_s
         )
         return available and (
-            limit is None or worker.probation_requests < limit or self._is_last(worker, now_s)
+            limit is None or worker.probation_requests < limit or self._is_last(worker)
         )
 
-    def _is_last(self, worker: WorkerState, now_s: float) -> bool:
+    def _is_last(self, worker: WorkerState) -> bool:
         """Return whether no other worker of its models is available."""
+        now_s = self._clock()
         return not any(
             other is not worker
             and other.accepting
@@ -537,23 +488,21 @@ class WorkerRegistry:
         last_tick_s = now_s if self._last_tick_s is None else self._last_tick_s
         return now_s < self._stalled_until_s or now_s - last_tick_s > _STALL_S
 
-    def _expire(self, now_s: float) -> None:
+    def _expire(self) -> None:
         """Remove workers without heartbeats, unless this gateway could not receive any."""
-        if self._is_stalled(now_s):
+        if self._is_stalled(self._clock()):
             return
         for worker_id, worker in tuple(self._workers.items()):
-            if not worker.is_live(now_s):
+            if not worker.is_live:
                 del self._workers[worker_id]
-                self._set_absence(worker_id, "silent", worker.heartbeat_at_s)
-                self._silent_urls[worker_id] = worker.report.url
+                absence = _Absence("silent", worker.heartbeat_at_s, worker.report.url)
+                self._add_absence(worker_id, absence)
 
-    def _set_absence(self, worker_id: str, kind: AbsenceKind, since_s: float) -> None:
+    def _add_absence(self, worker_id: str, absence: _Absence) -> None:
         self._absences.pop(worker_id, None)
-        self._absences[worker_id] = kind, since_s
+        self._absences[worker_id] = absence
         if len(self._absences) > MAX_WORKERS:
-            oldest = next(iter(self._absences))
-            del self._absences[oldest]
-            self._silent_urls.pop(oldest, None)
+            del self._absences[next(iter(self._absences))]
 
 
 def _is_local(report: WorkerReport) -> bool:
@@ -563,44 +512,3 @@ def _is_local(report: WorkerReport) -> bool:
 def _same_address(one: WorkerReport, other: WorkerReport) -> bool:
     """Return whether two reports of a worker are of one boot at one URL."""
     return (one.boot_id, one.url) == (other.boot_id, other.url)
-
-
-class _ViewCache:
-    """Views of the available workers, valid until `expires_at_s` or `invalidate`.
-
-    Between two decisions few workers change; those are replaced one by one.
-    """
-
-    def __init__(self, workers: Iterable[WorkerView] = (), expires_at_s: float = NEVER_S) -> None:
-        self.expires_at_s = expires_at_s
-        self.fleet = FleetView.of(tuple(workers), frozenset())
-        self._indexes = {worker.worker_id: at for at, worker in enumerate(self.fleet.workers)}
-        self._changed: set[WorkerState] = set()
-
-    def invalidate(self) -> None:
-        """Have the next snapshot look at all workers."""
-        self.expires_at_s = NEVER_S
-
-    def add_changed(self, worker: WorkerState) -> None:
-        """Have the next snapshot look at this worker."""
-        self._changed.add(worker)
-
-    def replace_changed(self) -> None:
-        """Replace the views of the workers that have changed."""
-        if not self._changed:
-            return
-        positions = self.fleet.positions
-        workers, costs = list(self.fleet.workers), dict(self.fleet.lane_costs)
-        for changed in self._changed:
-            index = self._indexes.get(changed.report.worker_id)
-            if index is None:
-                continue  # it is not available
-            view = workers[index] = changed.view()
-            for model in view.models:
-                for cost in view.costs_of(model):
-                    key = model, cost.ref.lane.name
-                    group = list(costs[key])
-                    group[positions[key][view.worker_id]] = cost
-                    costs[key] = tuple(group)
-        self._changed.clear()
-        self.fleet = replace(self.fleet, workers=tuple(workers), lane_costs=costs)

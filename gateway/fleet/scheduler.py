@@ -11,17 +11,16 @@ requests of several policy versions may wait in it, also after the newest has dr
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
 
 from gateway import errors
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.fleet.fair_queue import FairQueue
+from gateway.fleet.fair_queue import FairQueue, room_for
 from gateway.fleet.registry import NO_WORKERS, WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.features import FIELDS
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.routing.view import FleetView
@@ -59,6 +58,10 @@ class _Pool:
     running: int = 0
     """Requests that hold a slot through this pool."""
     drain_rate: DrainRate = field(default_factory=DrainRate)
+
+    @property
+    def oldest_s(self) -> float:
+        return next((waiter.queued_at_s for waiter in self.queue), float("inf"))
 
 
 class Scheduler:
@@ -125,7 +128,7 @@ class Scheduler:
             model = request.profile.model
             if decision.lacking and not self._takers(request):
                 feature = min(decision.lacking)
-                raise errors.FeatureUntaken(model, feature.value, param=FIELDS[feature])
+                raise errors.FeatureUntaken(model, feature.value, param=feature.field)
             # As of the decision: an engine may have become free since.
             if (busy_s := self._fleet.engine_free_in_s(model, tried, before_s)) is not None:
                 since_s = self._clock() if since_s is None else since_s
@@ -164,20 +167,21 @@ class Scheduler:
             self._awaiting -= 1
 
     def _decide(
-        self, request: RoutingRequest, tried: frozenset[str], *, first_only: bool = False
+        self,
+        request: RoutingRequest,
+        tried: frozenset[str] = NO_WORKERS,
+        *,
+        first_only: bool = False,
+        fleet: FleetView | None = None,
     ) -> Decision:
-        """Decide by the present fleet without the workers tried before."""
-        return self._decide_among(self._fleet.view(without=tried), request, first_only=first_only)
-
-    def _decide_among(
-        self, fleet: FleetView, request: RoutingRequest, *, first_only: bool = False
-    ) -> Decision:
-        fleet = self._prefixes.annotate(fleet, request.prefix)
-        return decide(request, fleet, self._rng, first_only=first_only)
+        """Decide by this fleet, or by the present one without the workers tried before."""
+        fleet = fleet or self._fleet.view(without=tried)
+        cached = self._prefixes.cached(request.prefix)
+        return decide(request, fleet, self._clock(), self._rng, cached, first_only=first_only)
 
     def _takers(self, request: RoutingRequest) -> tuple[Candidate, ...]:
         """Return the lanes of all workers that take such requests, though perhaps not now."""
-        return self._decide_among(self._fleet.view_of_all(), request).candidates
+        return self._decide(request, fleet=self._fleet.view_of_all()).candidates
 
     def _last_chance(self, request: RoutingRequest, tried: frozenset[str]) -> Lease | None:
         """Acquire a slot of an ejected worker for a request that all others have failed.
@@ -240,7 +244,7 @@ class Scheduler:
         while more:
             entered = self._entries
             # Where pools share a lane, the one whose next request waits longest comes first.
-            for name, pool in sorted(self._pools.items(), key=lambda item: _oldest_s(item[1])):
+            for name, pool in sorted(self._pools.items(), key=lambda item: item[1].oldest_s):
                 self._serve(name, pool)
             more = self._entries > entered  # a request entered another queue
 
@@ -260,9 +264,9 @@ class Scheduler:
         if waiter is None or waiter.assigned.done():
             return None
         now_s = self._clock()
-        pools = [self._pools[name] for name in waiter.pools]
         places = [
-            pool.drain_rate.place(pool.queue.place(waiter), now_s, pool.running) for pool in pools
+            pool.drain_rate.place(pool.queue.place(waiter), now_s, pool.running)
+            for pool in map(self._pools.__getitem__, waiter.pools)
         ]
         return min(places, key=lambda place: place.wait_s)
 
@@ -333,18 +337,16 @@ class Scheduler:
                 self._pools[name].queue.remove(waiter)
 
     def _make_room(self, pool: str, client: str) -> bool:
-        """Reject the last queued request of the client with the most, if this one has fewer."""
-        queue = self._pools[pool].queue
-        waiters = [
-            one for one in queue if one.pools[0] == pool and not (one.assigned.done() or one.begun)
-        ]
-        counts = Counter(one.caller.client for one in waiters)
-        most = max(counts.values(), default=0)
-        if counts[client] + 1 >= most:
-            return False
-        last = next(one for one in reversed(waiters) if counts[one.caller.client] == most)
-        last.assigned.set_exception(errors.QueueFull(retry_after_s=self.retry_after_s(pool)))
-        return True
+        """Reject a queued request in favour of a client with fewer; return whether there is one."""
+        waiting = {
+            one: one.caller.client
+            for one in self._pools[pool].queue
+            if one.pools[0] == pool and not (one.assigned.done() or one.begun)
+        }
+        last = room_for(client, waiting)
+        if last is not None:
+            last.assigned.set_exception(errors.QueueFull(retry_after_s=self.retry_after_s(pool)))
+        return last is not None
 
     def _enqueue(self, waiter: _Waiter, pool: str) -> None:
         self._entries += 1
@@ -367,7 +369,10 @@ class Scheduler:
                 if candidate.pool != pool or (candidate.spill and not waiter.spilled):
                     continue
                 if (lease := self._take(candidate, waiter.request.policy)) is not None:
-                    self._dequeue(waiter, pool)
+                    self._pools[pool].queue.dequeue(waiter)
+                    for left in (self._pools[name] for name in waiter.pools):
+                        left.queue.remove(waiter)
+                        left.drain_rate.record(self._clock(), left.running)
                     waiter.assigned.set_result(lease)
                     return True
             if decision.complete:
@@ -375,13 +380,3 @@ class Scheduler:
         if decision.candidates and decision.candidates[0].pool not in waiter.pools:
             self._widen(waiter)  # its pool has no worker left
         return False
-
-    def _dequeue(self, waiter: _Waiter, pool: str) -> None:
-        self._pools[pool].queue.dequeue(waiter)
-        for name in waiter.pools:
-            self._pools[name].queue.remove(waiter)
-            self._pools[name].drain_rate.record(self._clock(), self._pools[name].running)
-
-
-def _oldest_s(pool: _Pool) -> float:
-    return next((waiter.queued_at_s for waiter in pool.queue), float("inf"))

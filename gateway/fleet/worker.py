@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.engines.base import Engine
 from gateway.fleet.circuit_breaker import HEALTHY, CircuitBreaker
-from gateway.routing.cost import Throughput, throughput_of
+from gateway.routing.load_cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
-from gateway.routing.view import LaneView, ModelView, WorkerView
+from gateway.routing.view import WorkerView
 from gateway.types import WorkerBoot
 from paceline.protocol import WorkerReport
 
@@ -25,6 +25,8 @@ class WorkerState:
     report: WorkerReport
     heartbeat_at_s: float
     backend: Engine
+    clock: Callable[[], float]
+    """Monotonic seconds."""
     cordoned: bool
     """An admin has stopped new requests."""
     breaker: CircuitBreaker = HEALTHY
@@ -57,25 +59,36 @@ class WorkerState:
     """By lane, by the last report."""
     models: tuple[str, ...] = ()
     """The models that it serves, by the last report."""
-    model_views: Mapping[str, ModelView] = field(default_factory=dict)
-    """Those of its models that lack a feature or are not in memory."""
-    _view: WorkerView | None = None
-    _views: dict[tuple[int, ...], WorkerView] = field(default_factory=dict)
-    """Views since the last report by the requests of each lane: the same few recur."""
+    eligibility: tuple[object, ...] = ()
+    """What makes it eligible for requests, by the last report."""
+    view: WorkerView = field(init=False)
 
     def __post_init__(self) -> None:
         self.answered_at_s = self.prefill_until_s = self.heartbeat_at_s
-        self.update(self.report, self.heartbeat_at_s)
+        self.update(self.report)
 
-    def update(self, report: WorkerReport, now_s: float) -> None:
+    def update(self, report: WorkerReport) -> None:
         """Replace the report and compute what decisions read of it."""
         self.report = report
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
         self.models = self.backend.models(report)
-        self.model_views = self.backend.model_views(report)
-        self._views.clear()
-        self._view = None
+        by_model = dict(self.backend.model_views(report))
+        tells_system = report.system_inside is not None
+        of_worker = report.ready, report.draining, report.labels, tells_system
+        lanes = [lane.name for lane in report.lanes]
+        eligibility = (*of_worker, lanes, self.models, by_model)
+        if eligibility != self.eligibility:
+            self.eligibility = eligibility
+            self.view = WorkerView.of(
+                report.worker_id,
+                self.models,
+                report.lanes,
+                report.labels,
+                report.boot_id,
+                by_model=by_model,
+                tells_system=tells_system,
+            )
         if not self.backend.sends_reports:
             return
         pending_tokens = 0
@@ -87,28 +100,52 @@ class WorkerState:
             peak = max(in_flight, self.peak_in_flight.get(lane.name, 0))
             self.remote_requests[lane.name] = max(0, lane.running + lane.waiting - peak)
             self.peak_in_flight[lane.name] = in_flight
-        self.prefill_until_s = now_s + pending_tokens * self.throughput.prefill_token_s
+        self.prefill_until_s = self.clock() + pending_tokens * self.throughput.prefill_token_s
 
-    def add_request(self, lane: str, prefill_s: float, now_s: float) -> None:
+    def add_request(self, lane: str, prefill_s: float) -> None:
         """Count a request that is about to be sent, and its prefill."""
         in_flight = self.in_flight[lane] = self.in_flight.get(lane, 0) + 1
         if in_flight > self.peak_in_flight.get(lane, 0):
             self.peak_in_flight[lane] = in_flight
         if prefill_s:
             self.pending_prefill_s += prefill_s
-            self.prefill_until_s = max(self.prefill_until_s, now_s) + prefill_s
-        self._view = None
+            self.prefill_until_s = max(self.prefill_until_s, self.clock()) + prefill_s
 
-    def remove_request(self, lane: str, prefill_s: float, now_s: float) -> None:
+    def remove_request(self, lane: str, prefill_s: float) -> None:
         """Remove a request that has ended, and its prefill."""
         self.in_flight[lane] -= 1
         self.pending_prefill_s -= prefill_s
-        self.prefill_until_s = min(self.prefill_until_s, now_s + self.pending_prefill_s)
-        self._view = None
+        self.prefill_until_s = min(self.prefill_until_s, self.clock() + self.pending_prefill_s)
 
-    def is_live(self, now_s: float) -> bool:
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Return the time since the last heartbeat."""
+        return self.clock() - self.heartbeat_at_s
+
+    @property
+    def is_live(self) -> bool:
         """Return whether the last heartbeat is recent."""
-        return now_s - self.heartbeat_at_s <= HEARTBEAT_TIMEOUT_S
+        return self.heartbeat_age_s <= HEARTBEAT_TIMEOUT_S
+
+    @property
+    def ejected_for_s(self) -> float:
+        """Return how long it stays ejected; 0 if it is not."""
+        return max(0.0, self.breaker.ejected_until_s - self.clock())
+
+    @property
+    def busy_for_s(self) -> float:
+        """Return how long it stays busy by its own Retry-After; 0 if it is not."""
+        return max(0.0, self.breaker.busy_until_s - self.clock())
+
+    @property
+    def reported_requests(self) -> int:
+        """Return how many requests it has as of its last report, whoever sent them.
+
+        Engines without reports, and workers that are silent for too long, have none.
+        """
+        if not self.backend.sends_reports or not self.is_live:
+            return 0
+        return sum(lane.running + lane.waiting for lane in self.report.lanes)
 
     @property
     def accepting(self) -> bool:
@@ -122,29 +159,17 @@ class WorkerState:
             return self.in_flight.total()
         return self.in_flight.get(lane, 0)
 
-    def view(self) -> WorkerView:
-        """Return a snapshot; the same one until the worker changes."""
-        if self._view is None:
-            occupied = tuple([self.occupied(lane) for lane in self.slots])
-            view = self._views.get(occupied)
-            if view is None:
-                report, remote = self.report, self.remote_requests
-                lanes = [
-                    LaneView.of(lane, self.occupied(lane.name), remote.get(lane.name, 0))
-                    for lane in report.lanes
-                ]
-                view = self._views[occupied] = WorkerView.of(
-                    report.worker_id,
-                    self.models,
-                    lanes,
-                    report.labels,
-                    report.boot_id,
-                    throughput=self.throughput,
-                    by_model=self.model_views,
-                    tells_system=report.system_inside is not None,
-                )
-            self._view = view.at_time(self.prefill_until_s, self.answered_at_s)
-        return self._view
+    def update_view(self) -> WorkerView:
+        """Let decisions see its present load."""
+        self.view.update(
+            self.report.lanes,
+            self.occupied,
+            remote_requests=self.remote_requests,
+            throughput=self.throughput,
+            prefill_until_s=self.prefill_until_s,
+            answered_at_s=self.answered_at_s,
+        )
+        return self.view
 
 
 @dataclass(slots=True, eq=False)
@@ -166,11 +191,3 @@ class Lease:
     def boot(self) -> WorkerBoot:
         """Return the worker's id and boot."""
         return self.candidate.worker_id, self.state.report.boot_id
-
-
-def same_routing(one: WorkerReport, other: WorkerReport) -> bool:
-    """Return whether two reports of a worker make it eligible for the same requests."""
-    return (
-        (one.ready, one.draining, one.model, one.labels)
-        == (other.ready, other.draining, other.model, other.labels)
-    ) and [lane.name for lane in one.lanes] == [lane.name for lane in other.lanes]

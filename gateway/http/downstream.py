@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any, Self, cast
 
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -26,6 +26,15 @@ from paceline.protocol import REQUEST_ID
 PIECE_BYTES = 64 * 1024
 """A client that does not read makes the gateway hold a copy of one piece of a response."""
 _RESPONSE = "paceline.response"  # the ASGI extension that holds the writer of the response
+_HEADERS = "paceline.headers"  # the headers by name
+JSON_HEADERS = ((b"content-type", b"application/json"),)
+STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx in front must not collect events
+)
+KEEPALIVE = b": keepalive\n\n"
+"""The comment that keeps a stream alive."""
 RESEND = b"x-paceline-resend"
 """A request header of `deploy/nginx.conf`, which sends the request elsewhere after a 503."""
 _REPLACED = (413, 500, 502, 504)
@@ -85,33 +94,76 @@ class DownstreamProtocol(BoundedProtocol):
         super()._start_asgi_task(cycle, app)
 
 
-class ResponseWriter:
+class EventWriter:
+    """Writes the events of one answer by `send`, which takes them as they are."""
+
+    rate_limit_headers: Sequence[Header] = ()
+    """Sent with every response, also with errors."""
+    started = False
+    idle = False
+    """No piece of the stream was written since this was set."""
+
+    def __init__(self, request_id: str, send: Callable[[bytes], None]) -> None:
+        self.request_id = request_id
+        self._send = send
+
+    async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:  # noqa: ARG002
+        """Send a whole response."""
+        self._send(body)
+
+    async def open(
+        self,
+        headers: Iterable[Header],  # noqa: ARG002
+        on_write_paused: Callable[[bool], None],  # noqa: ARG002
+    ) -> None:
+        """Begin a stream."""
+        self.started = True
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece of the stream now."""
+        self._send(piece)
+
+    def chunk_sender(self) -> Callable[[bytes], None] | None:
+        """Return what sends pieces that are HTTP chunks already; None if the stream has none."""
+        return None
+
+    def end(self, piece: bytes = b"") -> None:
+        """End the stream, with a last piece or without one."""
+        self._send(piece)
+
+    async def fail(
+        self,
+        error: errors.GatewayError,
+        headers: Iterable[Header] = (),  # noqa: ARG002
+        wire_format: WireFormat = CHAT,
+    ) -> None:
+        """End the stream with an error event."""
+        self._send(wire_format.error_event(error))
+
+
+class ResponseWriter(EventWriter):
     """The response to one request: whole, or a stream whose head leaves with its first piece.
 
     After the client has disconnected, written bytes are dropped.
     """
 
+    opened_s = float("inf")
+    """The time at which a worker began the stream."""
+    early = False
+    """The head went out before a worker began the stream, and so without its headers."""
+    on_check: Callable[[float], None] | None = None
+    """Called about once a second."""
+
     def __init__(self, cycle: RequestResponseCycle, send: Callable[[bytes], None]) -> None:
         self._cycle = cycle
-        self._send = send
+        self._scope = cast("Scope", cycle.scope)
+        super().__init__(request_id(self._scope), send)
         self._stream_headers: Headers = []
         self._head = b""
         self._chunked = False
         self._disconnected = False
         self._cancel_scope: CancelScope | None = None
         self._on_write_paused: Callable[[bool], None] | None = None
-        self.request_id = request_id(cycle.scope)
-        self.rate_limit_headers: Sequence[Header] = ()
-        """Sent with every response, also with errors."""
-        self.started = False
-        self.opened_s = float("inf")
-        """The time at which a worker began the stream."""
-        self.early = False
-        """The head went out before a worker began the stream, and so without its headers."""
-        self.idle = False
-        """No piece of the stream was written since this was set."""
-        self.on_check: Callable[[float], None] | None = None
-        """Called about once a second."""
 
     async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Send a whole response."""
@@ -119,14 +171,12 @@ class ResponseWriter:
         self.started = True
         headers = (*self._with_own(headers), (b"content-length", b"%d" % len(body)))
         head = self._head_of(status, headers)
-        if self._cycle.scope["method"] == "HEAD":
+        if self._scope["method"] == "HEAD":
             body = b""
-        if not self._disconnected:
-            self._send(head + body[:PIECE_BYTES])
+        self._send(head + body[:PIECE_BYTES])
         for begin in range(PIECE_BYTES, len(body), PIECE_BYTES):
             await self.drained()
-            if not self._disconnected:
-                self._send(body[begin : begin + PIECE_BYTES])
+            self._send(body[begin : begin + PIECE_BYTES])
         self._complete()
 
     async def open(
@@ -154,8 +204,7 @@ class ResponseWriter:
         """Send the head of an open stream now, instead of with its first piece."""
         self._start()
         head, self._head = self._head, b""
-        if not self._disconnected:
-            self._send(head)
+        self._send(head)
 
     def add_headers(self, headers: Iterable[Header]) -> None:
         """Send these headers with the response, whatever writes it."""
@@ -169,8 +218,7 @@ class ResponseWriter:
         framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
         if self._head:
             framed, self._head = self._head + framed, b""
-        if not self._disconnected:
-            self._send(framed)
+        self._send(framed)
 
     def chunk_sender(self) -> Callable[[bytes], None] | None:
         """Return what sends pieces that are HTTP chunks already; None if the stream has none."""
@@ -184,8 +232,7 @@ class ResponseWriter:
             framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
         else:
             framed = piece
-        if not self._disconnected:
-            self._send(self._head + framed)
+        self._send(self._head + framed)
         self._complete()
 
     async def fail(
@@ -203,7 +250,7 @@ class ResponseWriter:
             self.end(wire_format.error_event(error))
         else:
             body = wire_format.error_body(error)
-            replaced = replaced_body(self._cycle.scope, error.status, body)
+            replaced = replaced_body(self._scope, error.status, body)
             await self.whole(error.status, [*all_headers, *replaced], body)
 
     def attach(self, cancel_scope: CancelScope | None) -> None:
@@ -234,6 +281,7 @@ class ResponseWriter:
     def disconnect(self) -> None:
         """Record that the client has disconnected, and cancel the request."""
         self._disconnected = True
+        self._send = _drop
         if self._cancel_scope is not None:
             self._cancel_scope.cancel(ClientDisconnected())
 
@@ -247,7 +295,7 @@ class ResponseWriter:
     def _start(self) -> None:
         self.started = True
         # HTTP/1.0 has no chunks: there the end of the connection is the end of the response.
-        self._chunked = self._cycle.scope["http_version"] == "1.1"
+        self._chunked = self._scope["http_version"] == "1.1"
         framing = (_CHUNKED,) if self._chunked else ()
         self._head = self._head_of(200, (*self._stream_headers, *framing))
 
@@ -273,6 +321,10 @@ class ResponseWriter:
         if not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
+
+
+def _drop(_piece: bytes) -> None:
+    """Take what nobody reads."""
 
 
 def response_writer(scope: Scope) -> ResponseWriter:
@@ -301,11 +353,13 @@ class CancelScope:
         assert task is not None, "a request runs in a task"
         self._task = task
         self._cancelling = task.cancelling()
+        self._running = True
         self._writer.attach(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._writer.attach(None)
+        self._running = False
         # A scope that kept the error would be a cycle of garbage with its traceback, which holds
         # the body of the request.
         reason, self._reason = self._reason, None
@@ -326,8 +380,8 @@ class CancelScope:
         self._timeout_error = error
 
     def cancel(self, reason: Exception) -> None:
-        """Cancel the context, which then raises this error; the first reason counts."""
-        if self._reason is None:
+        """Cancel the context, if it runs, which then raises this error; the first reason counts."""
+        if self._running and self._reason is None:
             self._reason = reason
             self._task.cancel()
 
@@ -378,22 +432,21 @@ def in_pieces(send: Send) -> Send:
     return send_pieces
 
 
-def header(scope: Mapping[str, Any], name: bytes) -> bytes | None:
-    """Return the first value of a header; `name` in lower case."""
-    headers: Headers = scope["headers"]
-    for key, value in headers:
-        if key == name:
-            return value
-    return None
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """Return the first value of a header; `name` in lower case. The list is read once."""
+    headers: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if headers is None:
+        headers = scope[_HEADERS] = dict(reversed(scope["headers"]))
+    return headers.get(name)
 
 
-def replaced_body(scope: Mapping[str, Any], status: int, body: bytes) -> Headers:
+def replaced_body(scope: Scope, status: int, body: bytes) -> Headers:
     """Return the header from which `deploy/nginx.conf` takes the body of an error."""
     replaced = status in _REPLACED and header(scope, RESEND)
     return [(b"x-paceline-error", body)] if replaced else []
 
 
-def request_id(scope: Mapping[str, Any]) -> str:
+def request_id(scope: Scope) -> str:
     """Return the client's request id if it is valid, else a new one."""
     given = (header(scope, b"x-request-id") or b"").decode("latin-1")
     if REQUEST_ID.fullmatch(given):

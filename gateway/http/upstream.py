@@ -24,15 +24,15 @@ import httptools
 
 from gateway import errors
 from gateway.strict_json import Pieces, size_of
+from paceline.drain_rate import RETRY_AFTER_RANGE_S
 from paceline.http import certificate_authorities
 from paceline.protocol import TOKENS_HEADER
 
 log = logging.getLogger(__name__)
 
 Sink = Callable[[bytes], bool]
-"""Takes a piece of a body; returns whether more is wanted."""
-ChunkSink = Callable[[bytes], bool]
-"""Takes one HTTP chunk with its frame; returns whether it was taken."""
+"""Takes a piece of a body, and returns whether more is wanted; one of chunks takes an HTTP chunk
+with its frame, and returns whether it did."""
 
 HEAD_LIMIT_BYTES = 64 * 1024
 # What may be buffered for a client that reads slowly, before the worker is paused.
@@ -40,6 +40,7 @@ _BUFFER_LIMIT_BYTES = 64 * 1024
 _SWITCHING, _OK = 101, 200
 # The part of a response that comes next; each access to a member of an enum would take 120 ns.
 _HEAD, _BODY, _END = 0, 1, 2
+_NEVER_S = float("inf")
 
 # Shorter than uvicorn's 5 s for idle connections, so that no request is written into a closing one.
 _IDLE_CONNECTION_S = 3.0
@@ -51,7 +52,6 @@ _TOKENS_HEADER = TOKENS_HEADER.encode()
 _TOKENS_DIGITS = 16
 _OUT_OF_FILES = frozenset((errno.EMFILE, errno.ENFILE))
 _ERROR_LIMIT_BYTES = 64 * 1024
-_RETRY_AFTER_RANGE_S = (1.0, 60.0)
 # A machine that fell asleep closes no connection. With keep-alive probes the system finds that out
 # within half a minute, instead of the whole time that a response may take.
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -91,7 +91,6 @@ class ConnectionPool:
         self._idle: defaultdict[_Address, deque[tuple[float, UpstreamConnection]]]
         self._idle = defaultdict(deque)
         self._open: WeakSet[UpstreamConnection] = WeakSet()
-        self._expiry: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -142,8 +141,6 @@ class ConnectionPool:
 
         def keep(connection: UpstreamConnection) -> None:
             self._idle[address].append((self._loop.time(), connection))
-            if self._expiry is None:
-                self._expiry = self._loop.call_later(_IDLE_CONNECTION_S, self._expire)
 
         try:
             async with asyncio.timeout(self._connect_timeout_s):
@@ -162,10 +159,16 @@ class ConnectionPool:
         self._open.add(connection)
         return connection
 
-    def end_silent(self, urls: tuple[str, ...], silent_s: float) -> None:
-        """End the responses that are silent for so long, from URLs that begin so."""
+    def check(self, silent_urls: tuple[str, ...], silent_s: float) -> None:
+        """Close connections that were idle for too long, and end responses that are late.
+
+        Those from URLs that begin so are late if they are silent for so long.
+        """
+        now_s = self._loop.time()
+        self._close_idle_since(now_s - _IDLE_CONNECTION_S)
         for connection in tuple(self._open):
-            if connection.url.startswith(urls) and connection.silent_s() >= silent_s:
+            connection.check(now_s)
+            if connection.silent_s(now_s) >= silent_s and connection.url.startswith(silent_urls):
                 log.warning("attempt.silent url=%s", connection.url)
                 connection.end(ReadTimeout("the worker sends neither bytes nor heartbeats"))
 
@@ -178,13 +181,6 @@ class ConnectionPool:
                 return connection
             connection.abort()
         return None
-
-    def _expire(self) -> None:
-        """Close connections idle for too long, and check again while there are others."""
-        self._close_idle_since(self._loop.time() - _IDLE_CONNECTION_S)
-        self._expiry = None
-        if any(self._idle.values()):
-            self._expiry = self._loop.call_later(_IDLE_CONNECTION_S, self._expire)
 
     def _close_idle_since(self, latest_s: float) -> None:
         for address, idle in tuple(self._idle.items()):
@@ -224,8 +220,10 @@ class UpstreamConnection(asyncio.Protocol):
         self._error: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
-        self._chunk_sink: ChunkSink | None = None
-        self._read_timer = ReadTimer(loop, lambda: self._fail(ReadTimeout("nothing came in time")))
+        self._chunk_sink: Sink | None = None
+        self._read_timeout_s = _NEVER_S
+        self._waits_since_s = _NEVER_S
+        """Since when a reader waits for bytes."""
         self._busy = False
         self.used = False
         """It has carried a request before."""
@@ -260,7 +258,7 @@ class UpstreamConnection(asyncio.Protocol):
         """Send a request and wait for the head of its response; raise `ConnectionLost`."""
         self._reset()
         self._busy = True
-        self._read_timer.limit(timeout_s)
+        self.set_read_timeout(timeout_s)
         self._transport.writelines((head, *body))
         try:
             while self._phase == _HEAD:
@@ -298,7 +296,7 @@ class UpstreamConnection(asyncio.Protocol):
             size += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def pour(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> bytes:
+    async def pour(self, sink: Sink, chunk_sink: Sink | None = None) -> bytes:
         """Pass each piece to a sink in the iteration of the loop in which it comes, up to the end.
 
         Data that is one whole chunk is offered to `chunk_sink` first. Return the bytes that came
@@ -320,16 +318,18 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self._paused = paused
         if paused:
-            self._read_timer.stop()
+            self._waits_since_s = _NEVER_S
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
             if self._waiter is not None:
-                self._read_timer.restart()
+                self._waits_since_s = self._loop.time()
 
     def set_read_timeout(self, seconds: float) -> None:
         """Limit each wait for new bytes from now on."""
-        self._read_timer.limit(seconds)
+        self._read_timeout_s = seconds
+        if self._waits_since_s != _NEVER_S:
+            self._waits_since_s = self._loop.time()
 
     def release(self) -> None:
         """Keep the connection if the end of its response allows it, else close it."""
@@ -352,9 +352,14 @@ class UpstreamConnection(asyncio.Protocol):
         self._fail(error)
         self._transport.abort()
 
-    def silent_s(self) -> float:
-        """Return for how long a reader has waited for bytes; 0 if none waits."""
-        return self._read_timer.waited_s() if self._busy and not self._paused else 0.0
+    def check(self, now_s: float) -> None:
+        """Fail the reader if it has waited for longer than the limit."""
+        if self.silent_s(now_s) >= self._read_timeout_s:
+            self._fail(ReadTimeout("nothing came in time"))
+
+    def silent_s(self, now_s: float) -> float:
+        """Return for how long a reader has waited for bytes; below 0 if none waits."""
+        return now_s - self._waits_since_s
 
     # Called by the transport.
 
@@ -377,7 +382,7 @@ class UpstreamConnection(asyncio.Protocol):
             and data.startswith(_CHUNK_STARTS[size])
             and data.endswith(b"\r\n")
         ):
-            self._read_timer.restart()  # first: the sink may pause, which stops the timer
+            self._waits_since_s = self._loop.time()  # first: the sink may pause
             if chunk_sink(data):
                 return
         self.received = True
@@ -463,7 +468,7 @@ class UpstreamConnection(asyncio.Protocol):
             if sum(map(len, self._parts)) > _BUFFER_LIMIT_BYTES and not ended:
                 self.pause(True)
         elif self._parts:
-            self._read_timer.restart()
+            self._waits_since_s = self._loop.time()
             if not self._sink(self._take_parts()):
                 self._sink = self._chunk_sink = None
                 self._wake()
@@ -478,12 +483,12 @@ class UpstreamConnection(asyncio.Protocol):
             raise self._error
         self._waiter = self._loop.create_future()
         if not self._paused:
-            self._read_timer.restart()
+            self._waits_since_s = self._loop.time()
         try:
             await self._waiter
         finally:
             self._waiter = None
-            self._read_timer.stop()
+            self._waits_since_s = _NEVER_S
         if self._error is not None and not self._parts and self._phase != _END:
             raise self._error
 
@@ -493,69 +498,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _fail(self, error: ConnectionLost) -> None:
         self._error = self._error or error
-        self._read_timer.close()
+        self._waits_since_s = _NEVER_S
         self._wake()
-
-
-class ReadTimer:
-    """Calls `on_timeout` after a wait longer than the limit, while it runs.
-
-    Bytes of a stream come all the time, so a restart only stores the time. One timer serves all
-    waits and limits: it is not set again, but fires early, checks the clock and goes on.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_timeout: Callable[[], None]) -> None:
-        self._loop = loop
-        self._on_timeout = on_timeout
-        self._limit_s = 0.0
-        self._since_s = 0.0
-        self._running = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    def limit(self, seconds: float) -> None:
-        """Limit each wait from now on."""
-        self._limit_s = seconds
-        self._since_s = self._loop.time()
-        self._set_timer()
-
-    def restart(self) -> None:
-        """Start a wait now, in place of the current one."""
-        self._running = True
-        self._since_s = self._loop.time()
-        if self._timer is None:
-            self._set_timer()
-
-    def stop(self) -> None:
-        """Stop the current wait."""
-        self._running = False
-
-    def waited_s(self) -> float:
-        """Return the time of the current wait; 0 without one."""
-        return self._loop.time() - self._since_s if self._running else 0.0
-
-    def close(self) -> None:
-        """Stop for good."""
-        self._running = False
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _set_timer(self) -> None:
-        due_s = self._since_s + self._limit_s
-        if self._timer is not None:
-            if self._timer.when() <= due_s:
-                return
-            self._timer.cancel()
-        self._timer = self._loop.call_at(due_s, self._fire)
-
-    def _fire(self) -> None:
-        self._timer = None
-        if not self._running:
-            return  # the next restart sets it again
-        if self._loop.time() >= self._since_s + self._limit_s:
-            self._on_timeout()
-        else:
-            self._set_timer()
 
 
 Judge = Callable[[int, bytes, Mapping[str, Any]], errors.GatewayError]
@@ -582,16 +526,16 @@ def retry_after_s(value: str | None, now_s: float) -> float:
 
     `now_s` is in seconds since 1970.
     """
-    low, high = _RETRY_AFTER_RANGE_S
-    if value is None:
-        return low
-    if value.isdecimal():
-        return min(max(float(value[:9]), low), high)
+    low, high = RETRY_AFTER_RANGE_S
     try:
-        at = parsedate_to_datetime(value)
+        if value is None or value.isdecimal():
+            seconds = float(value[:9]) if value else low
+        else:
+            at = parsedate_to_datetime(value)
+            seconds = at.replace(tzinfo=at.tzinfo or UTC).timestamp() - now_s
     except (ValueError, OverflowError):
         return low
-    return min(max(at.replace(tzinfo=at.tzinfo or UTC).timestamp() - now_s, low), high)
+    return min(max(seconds, low), high)
 
 
 @functools.lru_cache(maxsize=1024)

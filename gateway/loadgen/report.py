@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final, NamedTuple
 
@@ -94,12 +95,15 @@ def _line(label: str, value: object) -> str:
 
 def sweep(measurements: Sequence[Measurement]) -> Table:
     """Return a table with a row per level and endpoint, with medians over the repetitions."""
-    results = medians_by_load(measurements)
-    comparing = any(endpoint == "B" for _, endpoint in results)
+    groups: defaultdict[tuple[Level, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for measured in measurements:
+        groups[measured.level, measured.endpoint].append(measured.figures)
+    comparing = any(endpoint == "B" for _, endpoint in groups)
     leading = ("", "Load") if comparing else ("Load",)
     headings = (heading for _, heading, _ in _FIGURES.values())
     table = _table(*leading, *headings, "By\nposition", text=len(leading))
-    for (level, endpoint), figures in results.items():
+    for (level, endpoint), records in groups.items():
+        figures = medians(records)
         table.add_row(
             *((endpoint,) if comparing else ()),
             level.name,
@@ -109,7 +113,7 @@ def sweep(measurements: Sequence[Measurement]) -> Table:
             ),
             " ".join(f"{100 * rate:.0f}%" for rate in figures.get(POSITIONS, ())) or "-",
         )
-    table.caption = "times in ms" + (", medians" if len(measurements) > len(results) else "")
+    table.caption = "times in ms" + (", medians" if len(measurements) > len(groups) else "")
     return table
 
 
@@ -156,16 +160,6 @@ def compare(measurements: Sequence[Measurement]) -> list[Ratio]:
                 ratio, lowest, highest = median(ratios), min(ratios), max(ratios)
                 found.append(Ratio(level.name, name, a, b, ratio, lowest, highest))
     return found
-
-
-def medians_by_load(
-    measurements: Iterable[Measurement],
-) -> dict[tuple[Level, str], dict[str, Any]]:
-    """Return the median of each figure over the repetitions, by level and endpoint."""
-    groups: dict[tuple[Level, str], list[Mapping[str, Any]]] = {}
-    for measured in measurements:
-        groups.setdefault((measured.level, measured.endpoint), []).append(measured.figures)
-    return {load: medians(group) for load, group in groups.items()}
 
 
 def medians(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

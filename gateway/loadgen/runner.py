@@ -77,7 +77,6 @@ class Plan:
     requests: int | None
     """The number per measurement; None selects it by level."""
     repetitions: int
-    seed: int
 
     def requests_at(self, level: Level) -> int:
         """Return the requests of one measurement: by default four rounds, at least 16."""
@@ -85,7 +84,7 @@ class Plan:
 
     def random(self, level: Level, repetition: int) -> Random:
         """Return the random generator of a repetition, the same for all endpoints."""
-        return Random(f"{self.seed}/{level.name}/{repetition}")  # noqa: S311 - reproducible
+        return Random(f"{level.name}/{repetition}")  # noqa: S311 - reproducible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from gateway.errors import GatewayError
+from gateway.strict_json import encode_json
+from gateway.types import Json
 from paceline.request.profile import Endpoint
+
+
+def object_schema(required: str, *fields: str, strict: bool = True, **types: Any) -> Json:
+    """Return the JSON Schema of an object with these fields, the latter of a type or a schema."""
+    properties: Json = {name: {} for name in sorted(fields)}
+    for name, one in types.items():
+        properties[name] = one if isinstance(one, dict) else {"type": one}
+    others = {"additionalProperties": False} if strict else {}
+    return {"type": "object", "required": required.split(), **others, "properties": properties}
 
 
 class AnswerMalformed(ValueError):
     """An engine's answer has values of other types than a format translates."""
 
 
-def object_in(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def object_in(answer: Mapping[str, Any], name: str) -> Json:
     """Return the object in a field of an engine's answer, empty if there is none."""
     value = answer.get(name)
     if value is None:
@@ -23,17 +35,22 @@ def object_in(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value
 
 
-def objects_in(answer: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+def objects_in(answer: Mapping[str, Any], name: str) -> list[Json]:
     """Return the list of objects in a field of an engine's answer, empty if there is none."""
     values = answer.get(name)
     if values is None:
-        return ()
+        return []
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise AnswerMalformed(name)
     return values
 
 
-def choice_of(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+def objects_of(values: object) -> list[Json]:
+    """Return the objects of a list; none if it is no list."""
+    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
+
+
+def choice_of(answer: Mapping[str, Any]) -> Json:
     """Return the first choice of an engine's answer or chunk, empty if there is none."""
     choices = objects_in(answer, "choices")
     return choices[0] if choices else {}
@@ -49,15 +66,22 @@ def text_in(answer: Mapping[str, Any], name: str) -> str:
     return value
 
 
+def count(value: object, most: int = 2**53) -> int:
+    """Return a whole number within 0 and a bound; 0 for anything else."""
+    return min(max(value, 0), most) if type(value) is int else 0
+
+
+def call_of(call_id: str, name: str, arguments: str) -> Json:
+    """Return the call of a function in a chat."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
 def renamed(error: GatewayError, own_name: Callable[[str], str]) -> GatewayError:
     """Return an error that names a field as its client knows it, in the message too."""
     if error.param is None or (param := own_name(error.param)) == error.param:
         return error
-    pairs = zip(
-        (error.param, error.param.rpartition(".")[2]),
-        (param, param.rpartition(".")[2]),
-        strict=True,
-    )
+    pairs = ((error.param, param), (error.param.rpartition(".")[2], param.rpartition(".")[2]))
     for chat_name, name in pairs:
         error.message = error.message.replace(f"'{chat_name}'", f"'{name}'")
     if param not in error.message:
@@ -66,29 +90,27 @@ def renamed(error: GatewayError, own_name: Callable[[str], str]) -> GatewayError
     return error
 
 
-def renamed_places(places: Iterable[str], own_name: Callable[[str], str]) -> Iterator[str]:
-    """Yield places with types behind them, as their client knows the places."""
-    for one in places:
-        place, _, kind = one.rpartition(":")
-        yield f"{own_name(place)}:{kind}"
+def encode_event(fields: Json) -> bytes:
+    """Return an event of a stream, which is named by its type."""
+    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), encode_json(fields))
 
 
-class StreamEncoder(Protocol):
+class StreamEncoder(ABC):
     """Encodes one stream of events for a client."""
 
-    failovers: int
+    passthrough = False
+    """Whether text events pass unchanged, so that they need not be parsed."""
+    failovers = 0
     """How often the stream has gone on at another worker."""
 
-    @property
-    def passthrough(self) -> bool:
-        """Whether text events pass unchanged, so that they need not be parsed."""
-
-    def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
+    @abstractmethod
+    def event(self, event: bytes, frame: Json) -> bytes:
         """Return what the client gets for one event of the engine and its parsed frame.
 
         Raises `AnswerMalformed`.
         """
 
+    @abstractmethod
     def done(self) -> bytes:
         """Return what the client gets at the end of a complete stream, for the engine's end."""
 

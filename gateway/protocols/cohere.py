@@ -11,62 +11,44 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import object_in, objects_in
-from gateway.protocols.documents import NO_DOCUMENTS, Document
-from gateway.protocols.openai import WireFormat
+from gateway.protocols.base import object_in, object_schema, objects_in
+from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.routing.select import RoutingRequest
-from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import NO_CALLER, Caller, Inspected
+from gateway.types import Inspected, Json
+from paceline.request.fields import FieldError
 from paceline.request.profile import Endpoint
-from policies.document import PolicyDocument
 
-_DOCUMENT_TOKENS = 4096
-"""Cohere's default of `max_tokens_per_doc`."""
-_DEFAULTS = {"max_tokens_per_doc": _DOCUMENT_TOKENS, "return_documents": False}
+_DEFAULTS = {"max_tokens_per_doc": 4096, "return_documents": False}
+"""Cohere's; workers have others."""
 
-SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["model", "query", "documents"],
-    "additionalProperties": False,
-    "properties": {
-        "model": {"type": "string", "minLength": 1},
-        "query": {"type": "string", "minLength": 1},
-        "documents": {"type": "array", "minItems": 1, "items": {"type": ["string", "object"]}},
-        "top_n": {"type": ["integer", "null"], "minimum": 1},
-        "max_tokens_per_doc": {"type": ["integer", "null"], "minimum": 1},
-        "return_documents": {"type": ["boolean", "null"]},
-        "priority": {},
-    },
-}
+SCHEMA = object_schema(
+    "model query documents",
+    "priority",
+    model={"type": "string", "minLength": 1},
+    query={"type": "string", "minLength": 1},
+    documents={"type": "array", "minItems": 1, "items": {"type": ["string", "object"]}},
+    top_n={"type": ["integer", "null"], "minimum": 1},
+    max_tokens_per_doc={"type": ["integer", "null"], "minimum": 1},
+    return_documents=["boolean", "null"],
+)
 """The JSON Schema of a body."""
-ERROR_SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "description": "Cohere's shape, with the error in OpenAI's too.",
-    "required": ["message", "error"],
-    "properties": {"message": {"type": "string"}, "error": {"type": "object"}},
+ERROR_SCHEMA = object_schema("message error", strict=False, message="string", error="object") | {
+    "description": "Cohere's shape, with the error in OpenAI's too."
 }
 
 
 class CohereRerankFormat(WireFormat):
     """`POST /v2/rerank`, which any worker serves that serves `/v1/rerank`."""
 
-    def inspect(
-        self,
-        body: Mapping[str, Any],
-        policy: PolicyDocument,
-        fleet: FleetView,
-        documents: Mapping[str, Document] = NO_DOCUMENTS,  # noqa: ARG002
-        caller: Caller = NO_CALLER,  # noqa: ARG002
-    ) -> Inspected:
-        """Translate a body, and inspect that; raise a `RequestRefused`."""
+    def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
         for name in body:
             if name not in SCHEMA["properties"]:
-                raise errors.FieldInvalid(f"Unknown field '{name[:100]}'.", param=name[:100])
+                raise FieldError(name[:100], f"Unknown field '{name[:100]}'.")
         given = {name: value for name, value in body.items() if value is not None}
-        return self.inspect_translated({**_DEFAULTS, **given, "truncate": True}, policy, fleet)
+        return self._inspect_openai({**_DEFAULTS, **given, "truncate": True}, context)
 
-    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:  # noqa: ARG002
+    def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the results of a whole answer, and the tokens that were read."""
         names = ("index", "relevance_score", "document")
         results = [

@@ -6,10 +6,12 @@ Something else reads the PDFs, before a body is translated: a pure function wait
 from __future__ import annotations
 
 import binascii
+import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from gateway.types import Json
 from paceline.request.content import (
     MEDIA_KINDS,
     PICTURES_LIMIT,
@@ -18,8 +20,6 @@ from paceline.request.content import (
     read_size,
     source_of,
 )
-
-Json = dict[str, Any]
 
 UNREAD = "it was not read"
 _NO_TEXT = "it has no text, and this model sees no pictures"
@@ -49,21 +49,22 @@ class Document(NamedTuple):
         """Return the memory that it takes."""
         return len(self.text) * 4 + sum(map(len, self.pages)) + 1000
 
+    @property
+    def useless(self) -> str:
+        """Return why a model gets nothing of it, as the end of a sentence; empty if it does."""
+        return self.problem or ("" if self.text or self.pages else _NO_TEXT)
+
+    def parts(self, name: object = None) -> list[Json]:
+        """Return the parts of a chat for it."""
+        shown = f" {' '.join(name.split())[:_NAME_CHARS]!r}" if isinstance(name, str) else ""
+        text = f"[The text of the PDF document{shown}, {self.page_count} pages:]\n{self.text}"
+        if not self.whole:
+            text += "\n[The rest of the document is left out.]"
+        pictures = [{"type": "image_url", "image_url": {"url": page}} for page in self.pages]
+        return [{"type": "text", "text": text}, *pictures]
+
 
 NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
-
-
-class AskedPdfs(NamedTuple):
-    """The PDFs of a body, and who is to read them."""
-
-    model: Any = None
-    """The model's name in the body, whatever it is."""
-    pdfs: tuple[str, ...] = ()
-    """Their base64 texts, in their order."""
-
-
-class DocumentUnreadable(ValueError):
-    """A PDF that the model gets nothing of; the message is the end of a sentence."""
 
 
 class Readable(NamedTuple):
@@ -83,34 +84,18 @@ class Readable(NamedTuple):
     def takes(self, part: Mapping[str, Any]) -> bool:
         """Return whether the model can read a media part, which is valid; none is a link."""
         kind = MEDIA_KINDS[part["type"]]
+        if kind not in self.media or kind == "image":
+            return kind in self.media and pixels_of(part) > 0
         source = source_of(part)[1]
-        if kind not in self.media:
-            return False
-        if kind == "image":
-            try:
-                return bool(read_size(source or ""))
-            except PictureInvalid:
-                return False
         return source is None or kind == "file" or source.startswith("data:")
 
-    def document(self, pdf: str, name: object = None) -> list[Json]:
-        """Return the parts of a chat for a PDF; raise `DocumentUnreadable`."""
-        found = self.documents.get(pdf, Document(problem=UNREAD))
-        if found.problem:
-            raise DocumentUnreadable(found.problem)
-        if not (found.text or found.pages):
-            raise DocumentUnreadable(_NO_TEXT)
-        shown = f" {' '.join(name.split())[:_NAME_CHARS]!r}" if isinstance(name, str) else ""
-        text = f"[The text of the PDF document{shown}, {found.page_count} pages:]\n{found.text}"
-        if not found.whole:
-            text += "\n[The rest of the document is left out.]"
-        pictures = [{"type": "image_url", "image_url": {"url": page}} for page in found.pages]
-        return [{"type": "text", "text": text}, *pictures]
 
-
-def words_for_pdf(problem: str) -> str:
-    """Return the words in place of a PDF that the model gets nothing of."""
-    return f"[Here was a PDF document, which cannot be read: {problem}.]"
+def pixels_of(picture: Mapping[str, Any]) -> int:
+    """Return the size of a picture; 0 if it cannot be read."""
+    try:
+        return math.prod(read_size(source_of(picture)[1] or ""))
+    except PictureInvalid:
+        return 0
 
 
 def pdf_of(block: Mapping[str, Any]) -> str | None:

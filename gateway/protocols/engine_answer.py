@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, Self
 
 from pydantic_core import from_json, to_json
 
-from gateway.protocols.base import AnswerMalformed, object_in, objects_in, text_in
-
-Json = dict[str, Any]
+from gateway.protocols.base import AnswerMalformed, call_of, object_in, objects_in, text_in
+from gateway.types import Json
 
 CALLS = "tool_calls"
 FORMS = (CALLS, "reasoning", "reasoning_content")
 """Fields of a chunk, beside those of all streams, that may have another form."""
-_REASONS = {
+_REASONS: Mapping[str, str] = {
     **dict.fromkeys(("stop", "eos", "end_turn", "stop_sequence"), "stop"),
     **dict.fromkeys(("length", "max_tokens", "max_length"), "length"),
     **dict.fromkeys((CALLS, "tool_use", "function_call"), CALLS),
@@ -82,7 +81,7 @@ class EngineAnswer:
 
     def read_whole(self, answer: Json) -> None:
         """Give a whole answer its form; raise `AnswerMalformed`."""
-        for place, choice in enumerate(_choices_of(answer)):
+        for place, choice in enumerate(objects_in(answer, "choices")):
             message, calls = object_in(choice, "message"), self._calls_of(choice, place)
             _spell_reasoning(message)
             if given := objects_in(message, CALLS):
@@ -96,8 +95,11 @@ class EngineAnswer:
 
     def read_chunk(self, frame: Json) -> bool:
         """Give a chunk its form; return whether that has changed it. Raise `AnswerMalformed`."""
-        changed = self._rename(frame)
-        for place, choice in enumerate(_choices_of(frame)):
+        changed: bool = frame.get("model", self._model) != self._model
+        if changed:
+            frame["model"] = self._model
+            self.renames = True
+        for place, choice in enumerate(objects_in(frame, "choices")):
             delta, calls = object_in(choice, "delta"), self._calls_of(choice, place)
             changed |= _spell_reasoning(delta)
             given = objects_in(delta, CALLS)
@@ -112,13 +114,6 @@ class EngineAnswer:
             changed |= self._end(choice, calls, ended=ended)
         return changed
 
-    def _rename(self, answer: Json) -> bool:
-        if answer.get("model", self._model) == self._model:
-            return False
-        answer["model"] = self._model
-        self.renames = True
-        return True
-
     def _calls_of(self, choice: Mapping[str, Any], place: int) -> _Calls:
         index = choice.get("index")
         number = index if type(index) is int else place
@@ -131,19 +126,15 @@ class EngineAnswer:
     def _end(self, choice: Json, calls: _Calls, *, ended: bool) -> bool:
         """Name the reason of the end by what the answer has; return whether it changed."""
         given = choice.get("finish_reason")
-        reason = None
-        if ended:
-            reason = _REASONS.get(given) if isinstance(given, str) else None
-            if reason is None:
-                # What it sent as the answer may be the text of an exception.
-                raise AnswerMalformed("finish_reason")
-            if reason in ("stop", CALLS):
-                reason = CALLS if calls.calls else "stop"
-                self._rules.check([one.name for one in calls.calls])
-        if reason == given:
-            return False
+        reason = _REASONS.get(given) if ended and isinstance(given, str) else None
+        if ended and reason is None:
+            # What it sent as the answer may be the text of an exception.
+            raise AnswerMalformed("finish_reason")
+        if reason in ("stop", CALLS):
+            reason = CALLS if calls.calls else "stop"
+            self._rules.check([one.name for one in calls.calls])
         choice["finish_reason"] = reason
-        return True
+        return bool(reason != given)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,13 +153,11 @@ class _Call:
     @property
     def whole(self) -> bool:
         """Return whether its arguments are complete."""
-        if not "".join(self.pieces[-2:]).rstrip().endswith("}"):
-            return False
         try:
-            from_json("".join(self.pieces))
+            ends = "".join(self.pieces[-2:]).rstrip().endswith("}")
+            return ends and from_json("".join(self.pieces)) is not None
         except ValueError:
             return False
-        return True
 
     def add(self, piece: str) -> None:
         """Add a piece of the arguments."""
@@ -238,20 +227,16 @@ class _Calls:
             if ended and not "".join(call.pieces).strip():
                 call.add("{}")
             if call.name:
-                yield from self._pass_on(call)
+                piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
+                if not call.begun:
+                    call.begun = True
+                    yield {"index": self.open, **call_of(call.id, call.name, piece)}
+                elif piece:
+                    yield {"index": self.open, "function": {"arguments": piece}}
             last = self.open + 1 == len(self.calls)
             if last or not (ended or call.whole):
                 break
             self.open += 1
-
-    def _pass_on(self, call: _Call) -> Iterator[Json]:
-        piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
-        if not call.begun:
-            call.begun = True
-            function = {"name": call.name, "arguments": piece}
-            yield {"index": self.open, "id": call.id, "type": "function", "function": function}
-        elif piece:
-            yield {"index": self.open, "function": {"arguments": piece}}
 
     def _find(
         self, piece: Mapping[str, Any], name: str, arguments: str, touched: list[_Call]
@@ -272,12 +257,6 @@ class _Calls:
         if name != call.name or (not given_id and any(one is call for one in touched)):
             return None
         return None if call.whole and not call.repeats(arguments) else call
-
-
-def _choices_of(answer: Json) -> list[Json]:
-    objects_in(answer, "choices")
-    choices: list[Json] = answer.get("choices") or []
-    return choices
 
 
 def _arguments_of(function: Mapping[str, Any]) -> str:

@@ -10,20 +10,15 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from gateway.protocols.base import AnswerMalformed, StreamEncoder
+from gateway.protocols.base import AnswerMalformed, StreamEncoder, count, objects_of
 from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.types import Drafts, Header, Usage
-from paceline.protocol import (
-    MAX_DRAFT_TOKENS,
-    MORE_LINE,
-    TOKENS_LINE,
-    DraftSource,
-    header_value,
-)
+from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource, header_value
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -34,8 +29,8 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
 _CONTENT = ("content", "reasoning_content", "tool_calls")
-# More than any context.
-_TOKENS_LIMIT = 10_000_000
+# More than any context: a wrong count must not make a sum shrink or overflow.
+_count = partial(count, most=10_000_000)
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
 
@@ -85,9 +80,8 @@ class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
     `keep_alive` encodes the comments of a silent engine. `reader` reads the facts as the engine of
-    the stream spells them, and `answer` gives them one form. With
-    `progress`, the scanner cuts the lines that tell tokens off their
-    events, and adds those whose events it passes on.
+    the stream spells them, and `answer` gives them one form. With `progress`, the scanner cuts the
+    lines that tell tokens off their events, and adds those whose events it passes on.
     """
 
     def __init__(
@@ -105,7 +99,7 @@ class StreamScanner:
         """None from an event on whose tokens the worker does not tell."""
         self.encoder = encoder
         self._keep_alive = keep_alive
-        self._reader = reader or _READER
+        self._reader = reader or AnswerReader()
         self._answer = answer
         self._facts = self._reader.facts
         self._line = b""
@@ -259,7 +253,7 @@ class StreamScanner:
         choices = frame.get("choices")
         if choices:
             self._check_told()
-        state.read_choices(choices if isinstance(choices, list) else ())
+        state.read_choices(choices)
         if (drafts := self._reader.drafts(frame)) is not None:
             state.drafts = drafts
         usage = self._reader.usage(frame)
@@ -317,12 +311,11 @@ class StreamState:
     error: bytes = b""
     """The event in which the engine sent an error, as JSON; it may quote the prompt."""
 
-    def read_choices(self, choices: Iterable[Any]) -> None:
+    def read_choices(self, choices: object) -> None:
         """Record content and ends."""
-        for choice in choices:
-            if isinstance(choice, dict):
-                self.finished |= bool(choice.get("finish_reason"))
-                self.content_seen |= _has_content(choice)
+        for choice in objects_of(choices):
+            self.finished |= bool(choice.get("finish_reason"))
+            self.content_seen |= _has_content(choice)
 
     @property
     def under_way(self) -> bool:
@@ -349,40 +342,50 @@ def comment_of(headers: Iterable[Header]) -> bytes:
     return b"".join((*lines, b"\n")) if lines else b""
 
 
-def read_usage(answer: Mapping[str, Any]) -> Usage | None:
-    """Read the `usage` of an answer or a chunk; None if there is no valid one."""
-    usage = answer.get("usage")
-    if not isinstance(usage, dict):
-        return None
-    details = usage.get("prompt_tokens_details")
-    details = details if isinstance(details, dict) else {}
-    cached = details.get("cached_tokens")
-    return Usage(
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        completion_tokens=_count(usage.get("completion_tokens")),
-        cached_tokens=_count(cached),
-        cached_known=cached is not None,
-        written_tokens=_count(details.get("cache_write_tokens")),
-    )
+class AnswerReader:
+    """Reads the facts of answers and of chunks as OpenAI and vLLM spell them.
+
+    An engine that spells them in another way has a reader of its own.
+    """
+
+    facts: re.Pattern[bytes] = _FACT
+    """Events without a match are text alone, so that no step need read them."""
+
+    @staticmethod
+    def usage(answer: Mapping[str, Any]) -> Usage | None:
+        """Read the `usage` of an answer or a chunk; None if there is no valid one."""
+        usage = answer.get("usage")
+        if not isinstance(usage, dict):
+            return None
+        details = usage.get("prompt_tokens_details")
+        details = details if isinstance(details, dict) else {}
+        cached = details.get("cached_tokens")
+        return Usage(
+            prompt_tokens=_count(usage.get("prompt_tokens")),
+            completion_tokens=_count(usage.get("completion_tokens")),
+            cached_tokens=_count(cached),
+            cached_known=cached is not None,
+            written_tokens=_count(details.get("cache_write_tokens")),
+        )
+
+    @staticmethod
+    def drafts(answer: Mapping[str, Any]) -> Drafts | None:
+        """Read vLLM's per-request draft counts; None if there are no valid ones."""
+        metrics = answer.get("metrics")
+        counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        if not isinstance(metrics, dict) or not isinstance(counts, dict):
+            return None
+        names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        steps, drafted, accepted = (_count(counts.get(name)) for name in names)
+        histogram = counts.get("acceptance_histogram")
+        by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
+        if accepted > drafted:
+            return None
+        sources = _draft_sources(metrics)
+        return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)), sources)
 
 
-def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
-    """Read vLLM's per-request draft counts; None if there are no valid ones."""
-    metrics = answer.get("metrics")
-    counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-    if not isinstance(counts, dict):
-        return None
-    steps, drafted, accepted = (
-        _count(counts.get("num_spec_steps")),
-        _count(counts.get("num_draft_tokens")),
-        _count(counts.get("num_accepted_draft_tokens")),
-    )
-    histogram = counts.get("acceptance_histogram")
-    by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
-    if accepted > drafted:
-        return None
-    sources = _draft_sources(metrics) if isinstance(metrics, dict) else ()
-    return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)), sources)
+read_usage = AnswerReader.usage
 
 
 def _draft_sources(metrics: Mapping[str, Any]) -> tuple[tuple[str, int, int], ...]:
@@ -397,21 +400,6 @@ def _draft_sources(metrics: Mapping[str, Any]) -> tuple[tuple[str, int, int], ..
             drafted = _count(counts.get("attempted"))
             found.append((source.value, drafted, min(_count(counts.get("accepted")), drafted)))
     return tuple(found)
-
-
-class AnswerReader:
-    """Reads the facts of answers and of chunks as OpenAI and vLLM spell them.
-
-    An engine that spells them in another way has a reader of its own.
-    """
-
-    facts: re.Pattern[bytes] = _FACT
-    """Events without a match are text alone, so that no step need read them."""
-    usage: Callable[[Mapping[str, Any]], Usage | None] = staticmethod(read_usage)
-    drafts: Callable[[Mapping[str, Any]], Drafts | None] = staticmethod(read_drafts)
-
-
-_READER = AnswerReader()
 
 
 def _event_end(data: bytes, search_from: int) -> int:
@@ -437,10 +425,3 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
     if isinstance(delta, dict):
         return any(delta.get(name) for name in _CONTENT)
     return bool(choice.get("text"))
-
-
-def _count(value: object) -> int:
-    """Read a token count, bounded: a wrong one must not make a sum shrink or overflow."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return 0
-    return min(max(value, 0), _TOKENS_LIMIT)

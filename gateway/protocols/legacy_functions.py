@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.protocols.base import objects_of
 from paceline.request.fields import FieldError
 
-_FIELDS = ("functions", "function_call")
+
+def has_function_messages(messages: object) -> bool:
+    """Return whether a history has calls or results of functions that are no tools."""
+    return any(
+        "function_call" in one or one.get("role") == "function" for one in objects_of(messages)
+    )
 
 
 def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,23 +32,23 @@ def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
         for index, function in enumerate(functions):
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise FieldError(f"functions[{index}]", "Each function must have a name.")
-        for name in _FIELDS:
-            modern.pop(name, None)
+        del modern["functions"]
+        modern.pop("function_call", None)
         modern["tools"] = [{"type": "function", "function": function} for function in functions]
         modern["parallel_tool_calls"] = False
-        if choice is not None:
-            modern["tool_choice"] = _tool_choice(choice)
+        match choice:
+            case None:
+                pass
+            case "auto" | "none":
+                modern["tool_choice"] = choice
+            case {"name": str() as name}:
+                modern["tool_choice"] = {"type": "function", "function": {"name": name}}
+            case _:
+                problem = "'function_call' must be auto, none or name a function."
+                raise FieldError("function_call", problem)
     if isinstance(messages := body.get("messages"), list):
         modern["messages"] = _messages(messages)
     return modern
-
-
-def _tool_choice(choice: Any) -> Any:
-    if choice in ("auto", "none"):
-        return choice
-    if isinstance(choice, Mapping) and isinstance(choice.get("name"), str):
-        return {"type": "function", "function": {"name": choice["name"]}}
-    raise FieldError("function_call", "'function_call' must be auto, none or name a function.")
 
 
 def _messages(messages: Sequence[Any]) -> list[Any]:
@@ -72,12 +78,12 @@ def as_function_call(choices: Any, part: str) -> bool:
     `part` is what holds them in a choice: `message`, or the `delta` of a stream.
     """
     changed = False
-    for choice in choices if isinstance(choices, list) else ():
-        message = choice.get(part) if isinstance(choice, dict) else None
+    for choice in objects_of(choices):
+        message = choice.get(part)
         if isinstance(message, dict) and (calls := message.pop("tool_calls", None)):
             changed = True
             message["function_call"] = calls[0].get("function")
-        if isinstance(choice, dict) and choice.get("finish_reason") == "tool_calls":
+        if choice.get("finish_reason") == "tool_calls":
             changed = True
             choice["finish_reason"] = "function_call"
     return changed

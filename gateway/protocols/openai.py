@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway import errors
-from gateway.protocols.base import StreamEncoder, object_in, renamed, renamed_places
-from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, Readable, pdfs_in
+from gateway.memory_budget import MemoryHold
+from gateway.protocols.base import StreamEncoder, object_in, objects_of
+from gateway.protocols.documents import NO_DOCUMENTS, Document, Readable, pdfs_in
 from gateway.protocols.history import readable
-from gateway.protocols.legacy_functions import as_function_call, with_tools
-from gateway.protocols.sealing import Sealer
+from gateway.protocols.legacy_functions import as_function_call, has_function_messages, with_tools
 from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import ITEMS_LIMIT, encode_json
-from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
+from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, Json, LimitState
 from paceline.request.compatibility import NEUTRAL
 from paceline.request.constraint import TOOL_GRAMMARS
-from paceline.request.fields import CACHE_SALT, FieldError
+from paceline.request.fields import CACHE_SALT, FieldError, read_cache_salt
 from paceline.request.parser import read_profile
 from paceline.request.profile import GENERATING, Endpoint, RequestProfile
 from policies.document import PolicyDocument
@@ -42,6 +42,23 @@ ANSWER_FIELDS = {
 """The lists without which no answer is whole."""
 
 
+class InspectionContext(NamedTuple):
+    """What the inspection of a body reads besides it."""
+
+    policy: PolicyDocument
+    fleet: FleetView
+    documents: Mapping[str, Document] = NO_DOCUMENTS
+    caller: Caller = NO_CALLER
+
+    def reading(self, model: object) -> Readable:
+        """Return what a model can read besides text, with the documents of its request."""
+        return reading_of(model, self.policy, self.fleet, self.documents)
+
+    def scope(self, body: Mapping[str, Any]) -> str:
+        """Return the isolation scope of a body; raise `FieldError`."""
+        return self.policy.prefix.scope(self.caller.key, self.caller.team, read_cache_salt(body))
+
+
 class WireFormat:
     """The format in which clients send requests to one path: by default that of an OpenAI server.
 
@@ -49,15 +66,34 @@ class WireFormat:
     them, and encodes their response, whole or as a stream of events, and every error.
     """
 
+    finishes = False
+    """The last bytes of an answer come from `finish`."""
+
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
         """The endpoint of the worker that generates the response."""
 
-    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
-        """Return the PDFs of the messages of a body, and its model."""
+    async def open(
+        self, body: dict[str, Any], owner: str, hold: MemoryHold, size_bytes: int
+    ) -> None:
+        """Read what a parsed body of this size goes on from; raise a `RequestRefused`."""
+
+    async def writer(self, client: Any, cancel_scope: Any) -> Any:
+        """Return what the answer is written to, by its events: the client, or a log of them."""
+        return client
+
+    async def finish(self) -> bytes:
+        """Return the last bytes of an answer that is complete now."""
+        return b""
+
+    async def close(self) -> None:
+        """End the request, however it has ended."""
+
+    def pdfs(self, body: Mapping[str, Any]) -> tuple[object, tuple[str, ...]]:
+        """Return the name of the model in a body, and the base64 text of each PDF."""
         if self.endpoint is not Endpoint.CHAT or not _has_parts(body.get("messages")):
-            return AskedPdfs()
-        return AskedPdfs(body.get("model"), tuple(pdfs_in(body["messages"])))
+            return None, ()
+        return body.get("model"), tuple(pdfs_in(body["messages"]))
 
     def inspect(
         self,
@@ -65,51 +101,44 @@ class WireFormat:
         policy: PolicyDocument,
         fleet: FleetView,
         documents: Mapping[str, Document] = NO_DOCUMENTS,
-        caller: Caller = NO_CALLER,  # noqa: ARG002
+        caller: Caller = NO_CALLER,
     ) -> Inspected:
         """Return the profile of a body and the body for workers; raise a `RequestRefused`."""
+        try:
+            return self._inspect(body, InspectionContext(policy, fleet, documents, caller))
+        except FieldError as error:
+            raise errors.FieldInvalid(error.message, param=error.param) from None
+
+    def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
+        """Do the same; raise a `RequestRefused` or a `FieldError`."""
         messages = body.get("messages")
         if isinstance(messages, list) and len(messages) > ITEMS_LIMIT:
-            raise errors.FieldInvalid(
-                f"'messages' may have at most {ITEMS_LIMIT} messages.", param="messages"
-            )
-        return self.inspect_translated(body, policy, fleet, documents)
+            raise FieldError("messages", f"'messages' may have at most {ITEMS_LIMIT} messages.")
+        return self._inspect_openai(body, context)
 
-    def inspect_translated(
-        self,
-        body: Mapping[str, Any],
-        policy: PolicyDocument,
-        fleet: FleetView,
-        documents: Mapping[str, Document] = NO_DOCUMENTS,
-    ) -> Inspected:
-        """Do the same for the body of another format, which has bounds of its own."""
+    def _inspect_openai(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
+        """Inspect a body in OpenAI's format; others were translated, within bounds of their own."""
+        policy, fleet = context.policy, context.fleet
         requested = body.get("model")
         served = fleet.models_of(self.endpoint)
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
         legacy = self.endpoint is Endpoint.CHAT and bool(body.get("functions"))
-        try:
-            if legacy or _has_function_messages(body.get("messages")):
-                body = with_tools(body)
-            replaced: tuple[str, ...] = ()
-            if _has_parts(body.get("messages")):
-                body, replaced = readable(body, reading_of(requested, policy, fleet, documents))
-            choice = body.get("tool_choice")
-            if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-                body = _with_allowed_tools(body)
-            defaults = sampling_defaults(policy, model, fleet.sampling)
-            rules = policy.models.get(model)
-            exact = rules is not None and rules.exact
-            profile = read_profile(body, self.endpoint, defaults, exact=exact)
-            profile = apply_limits(profile, policy.limits, policy.media)
-        except FieldError as error:
-            raise errors.FieldInvalid(error.message, param=error.param) from None
+        if legacy or has_function_messages(body.get("messages")):
+            body = with_tools(body)
+        replaced: tuple[str, ...] = ()
+        if _has_parts(body.get("messages")):
+            body, replaced = readable(body, context.reading(requested))
+        choice = body.get("tool_choice")
+        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+            body = _with_allowed_tools(body)
+        defaults = sampling_defaults(policy, model, fleet.sampling)
+        rules = policy.models.get(model)
+        exact = rules is not None and rules.exact
+        profile = read_profile(body, self.endpoint, defaults, exact=exact)
+        profile = apply_limits(profile, policy.limits, policy.media)
         asked_model = profile.model
-        if replaced:
-            profile = profile._replace(replaced=replaced)
-        if legacy:
-            profile = profile._replace(legacy_functions=True)
-        if model != asked_model:
-            profile = profile._replace(model=model)
+        if replaced or legacy or model != asked_model:
+            profile = profile._replace(replaced=replaced, legacy_functions=legacy, model=model)
         known = profile.model in fleet.known_models or profile.model in policy.models
         # Before any worker has joined, no model is known, so none can be called unknown.
         if not known and fleet.known_models:
@@ -125,7 +154,7 @@ class WireFormat:
         """Return whether a body of status 200 is a whole answer: some engines send errors so."""
         return bool(answer.get(ANSWER_FIELDS[self.endpoint]))
 
-    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
+    def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the client's body for a whole answer, which is `body` parsed.
 
         It is the body as it came, without metrics that the client is not to get. Formats that
@@ -142,24 +171,14 @@ class WireFormat:
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> StreamEncoder:
         """Return the encoder of a stream, which puts headers that its head lacks into its end."""
-        include_usage = request.profile.include_usage
-        return OpenAIStreamEncoder(
-            include_usage=include_usage,
-            include_metrics=_includes_metrics(request, usage=include_usage),
-            running_usage=request.profile.running_usage,
-            legacy_functions=request.profile.legacy_functions,
-            late_headers=late_headers,
-        )
+        include_metrics = _includes_metrics(request, usage=request.profile.include_usage)
+        return OpenAIStreamEncoder(request.profile, late_headers, include_metrics=include_metrics)
 
-    def response_headers(self, request_id: str) -> Headers:  # noqa: ARG002
+    def response_headers(self, request_id: str) -> Headers:
         """Return headers of every response, errors too, that other formats lack."""
         return []
 
-    def limit_headers(
-        self,
-        states: Iterable[LimitState],
-        unix_s: float,  # noqa: ARG002
-    ) -> Headers:
+    def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
         """Return the headers that tell a client what remains of its limits at this time."""
         headers: Headers = []
         for unit, limit, remaining, full_in_s in states:
@@ -187,58 +206,8 @@ class WireFormat:
         return errors.to_event(error)
 
 
-class TranslatingFormat(WireFormat):
-    """One request in a format that becomes a chat, which any worker serves that serves chats."""
-
-    def __init__(self, sealer: Sealer) -> None:
-        super().__init__(Endpoint.CHAT)
-        self._sealer = sealer
-        self._scope = ""
-        """The isolation scope of the request, to which its reasoning is bound."""
-        self._param: Callable[[str], str] = str
-
-    def _inspect_chat(
-        self,
-        chat: Mapping[str, Any],
-        policy: PolicyDocument,
-        fleet: FleetView,
-        param: Callable[[str], str],
-        *,
-        replaced: tuple[str, ...],
-        ignored: tuple[str, ...],
-    ) -> Inspected:
-        """Inspect what a body was translated to, and name fields as the client knows them.
-
-        `param` returns that name of a field of the chat.
-        """
-        try:
-            inspected = self.inspect_translated(chat, policy, fleet)
-        except errors.FieldInvalid as error:
-            raise renamed(error, param) from None
-        self._param = param
-        profile = inspected.profile
-        calls = tuple(map(param, profile.call_fields))
-        replaced = (*replaced, *renamed_places(profile.replaced, param))
-        profile = profile._replace(ignored=ignored, replaced=replaced, call_fields=calls)
-        return inspected._replace(profile=profile)
-
-    def _refuse_hosted(self, left_out: Sequence[str], policy: PolicyDocument) -> None:
-        """Raise `ToolUnserved` for a tool that no worker runs, if the policy says so."""
-        if left_out and policy.tools.hosted == "refuse":
-            at, _, kind = left_out[0].partition(":")
-            raise errors.ToolUnserved(kind, param=f"{at}.type")
-
-    def named(self, error: errors.GatewayError) -> errors.GatewayError:
-        """Return an error after the inspection that names fields as the client knows them."""
-        return renamed(error, self._param)
-
-    def error_body(self, error: errors.GatewayError) -> bytes:
-        """Return the body of an error response."""
-        return errors.to_body(self.named(error))
-
-
 def reading_of(
-    requested: Any,
+    requested: object,
     policy: PolicyDocument,
     fleet: FleetView,
     documents: Mapping[str, Document] = NO_DOCUMENTS,
@@ -254,28 +223,21 @@ def reading_of(
     return Readable(kinds, documents, *limits, system_inside=model in served - fleet.untold)
 
 
-class OpenAIStreamEncoder:
+class OpenAIStreamEncoder(StreamEncoder):
     """Passes events on as they come, without the usage and the metrics that were not requested."""
 
     passthrough = True
 
     def __init__(
-        self,
-        *,
-        include_usage: bool,
-        include_metrics: bool,
-        running_usage: bool = False,
-        legacy_functions: bool = False,
-        late_headers: Sequence[Header] = (),
+        self, profile: RequestProfile, late_headers: Sequence[Header] = (), *, include_metrics: bool
     ) -> None:
-        self._include_usage = include_usage
+        self._include_usage = profile.include_usage
         self._include_metrics = include_metrics
-        self._running_usage = running_usage
-        self._legacy_functions = legacy_functions
+        self._running_usage = profile.running_usage
+        self._legacy_functions = profile.legacy_functions
         self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
-        self.failovers = 0
 
-    def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
+    def event(self, event: bytes, frame: Json) -> bytes:
         """Return an event as it came, or without what the client did not request."""
         has_metrics = frame.get("metrics") is not None
         # The trailing chunk carries nothing else; it is there because the gateway requests it.
@@ -288,7 +250,10 @@ class OpenAIStreamEncoder:
             event = b"data: " + encode_json(frame) + b"\n\n"
         drop_metrics = has_metrics and not self._include_metrics
         drop_usage = has_usage and not trailing and not self._running_usage
-        last = bool(self._late_headers) and (trailing or _finishes(frame))
+        last = bool(self._late_headers) and (
+            trailing
+            or any(one.get("finish_reason") is not None for one in objects_of(frame.get("choices")))
+        )
         calls = self._legacy_functions and as_function_call(frame.get("choices"), "delta")
         if not (drop_metrics or drop_usage or last or calls):
             return event
@@ -319,51 +284,30 @@ def _duration(seconds: float) -> bytes:
     return b"%dh%dm%ds" % (whole // 3600, whole % 3600 // 60, whole % 60)
 
 
-def _finishes(frame: Mapping[str, Any]) -> bool:
-    """Return whether a chunk ends a choice."""
-    choices = frame.get("choices")
-    return isinstance(choices, list) and any(
-        isinstance(choice, dict) and choice.get("finish_reason") is not None for choice in choices
-    )
-
-
 def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
     """Return whether the client gets metrics, in a response with usage or without."""
     return request.policy.metrics.included_in(requested=request.profile.metrics, usage=usage)
 
 
-def _has_function_messages(messages: Any) -> bool:
-    """Return whether a history has calls or results of functions that are no tools."""
-    return isinstance(messages, list) and any(
-        isinstance(message, Mapping)
-        and ("function_call" in message or message.get("role") == "function")
-        for message in messages
-    )
-
-
 def _has_parts(messages: Any) -> bool:
     """Return whether a message has parts, and so perhaps one that no model reads."""
-    return isinstance(messages, list) and any(
-        isinstance(message, Mapping) and isinstance(message.get("content"), list)
-        for message in messages
-    )
+    return any(isinstance(message.get("content"), list) for message in objects_of(messages))
 
 
-def _with_allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
+def _with_allowed_tools(body: Mapping[str, Any]) -> Json:
     """Return a body whose tools are those that its `tool_choice` allows; raise `FieldError`.
 
     Engines know a mode alone.
     """
+    field = "tool_choice.allowed_tools"
     match body["tool_choice"].get("allowed_tools"), body.get("tools"):
         case {"mode": "auto" | "required" as mode, "tools": [*references]}, [*tools]:
             allowed = [_function_name(reference) for reference in references]
             known = {_function_name(tool) for tool in tools} - {None}
             for index, name in enumerate(allowed):
                 if name not in known:
-                    raise FieldError(
-                        f"tool_choice.allowed_tools.tools[{index}]",
-                        "An allowed tool must be the name of one of 'tools'.",
-                    )
+                    problem = "An allowed tool must be the name of one of 'tools'."
+                    raise FieldError(f"{field}.tools[{index}]", problem)
             names = set(allowed)
             kept = [tool for tool in tools if _function_name(tool) in names]
             changed = {**body, "tools": kept, "tool_choice": mode}
@@ -371,13 +315,11 @@ def _with_allowed_tools(body: Mapping[str, Any]) -> dict[str, Any]:
                 # Grammars of no tool at all are the client's mistake.
                 others = known - names
                 changed[TOOL_GRAMMARS] = {
-                    name: grammar for name, grammar in grammars.items() if name not in others
+                    name: grammars[name] for name in grammars if name not in others
                 }
             return changed
-    raise FieldError(
-        "tool_choice.allowed_tools",
-        "'tool_choice.allowed_tools' must have the mode auto or required, and some of 'tools'.",
-    )
+    problem = f"'{field}' must have the mode auto or required, and some of 'tools'."
+    raise FieldError(field, problem)
 
 
 def _function_name(tool: Any) -> str | None:
@@ -387,9 +329,7 @@ def _function_name(tool: Any) -> str | None:
     return None
 
 
-def _for_worker(
-    body: Mapping[str, Any], profile: RequestProfile, *, in_place: bool
-) -> dict[str, Any]:
+def _for_worker(body: Mapping[str, Any], profile: RequestProfile, *, in_place: bool) -> Json:
     """Return the body for a worker; it leaves nothing to an engine's own defaults."""
     # An explicit null means "absent", and strict engines reject it.
     # Strict ones reject fields that they do not know, even at values that change nothing.
@@ -437,23 +377,19 @@ def normalise(messages: Sequence[Message], *, in_place: bool = False) -> list[Me
     if in_place:
         roles = (at for at, one in enumerate(messages) if one["role"] not in _SYSTEM_ROLES)
         leading = next(roles, leading)
-    system = [message for message in messages[:leading] if message["role"] in _SYSTEM_ROLES]
-    other_messages = [
-        {**message, "role": "system"} if message["role"] in _SYSTEM_ROLES else message
-        for at, message in enumerate(messages)
-        if at >= leading or message["role"] not in _SYSTEM_ROLES
-    ]
-    # An answer that ended inside its reasoning has no content, which no template takes.
-    other_messages = [
-        {**message, "content": ""}
-        if message["role"] == "assistant"
-        and message.get("content") is None
-        and not message.get("tool_calls")
-        else message
-        for message in other_messages
-    ]
+    system: list[Message] = []
+    others: list[Message] = []
+    for at, message in enumerate(messages):
+        role, content = message["role"], message.get("content")
+        if role in _SYSTEM_ROLES:
+            (system if at < leading else others).append({**message, "role": "system"})
+        elif role == "assistant" and content is None and not message.get("tool_calls"):
+            # An answer that ended inside its reasoning has no content, which no template takes.
+            others.append({**message, "content": ""})
+        else:
+            others.append(message)
     head = [{"role": "system", "content": _system_content(system)}] if system else []
-    return head + _merge_adjacent(other_messages)
+    return head + _merge_adjacent(others)
 
 
 def _system_content(messages: Sequence[Message]) -> str | list[Any]:

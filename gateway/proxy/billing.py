@@ -6,8 +6,8 @@ the worker tells the exact number before it reads the prompt, and the gateway re
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Self
 
 from gateway import errors
 from gateway.auth.rate_limits import RateLimiter, Reservation
@@ -77,23 +77,34 @@ def cost_of(
         reserved = estimate(profile)
     if not reported:
         return Spent(1, reserved, reserved)
-    # At least the tokens since the last report.
-    least = reported + RUNNING_USAGE_TOKENS
-    lags = read_slowly or profile.prompts > 1 or isinstance(failure, errors.AnswerTooLarge)
-    tokens = max(least, reserved) if lags else least
+    # A worker reports late by fewer tokens than this for the stream, and for each of its choices.
+    lag = RUNNING_USAGE_TOKENS * (1 + profile.choices)
+    if read_slowly or profile.prompts > 1 or isinstance(failure, errors.AnswerTooLarge):
+        lag = reserved
+    tokens = max(reported, min(reported + lag, reserved))
     return Spent(1, tokens, tokens - reported)
+
+
+def inspection_cost(failure: BaseException | None) -> Spent:
+    """Return the cost of a request up to its inspection: itself, if it is at fault."""
+    if failure is None or isinstance(failure, errors.Unavailable):
+        return NOTHING
+    return Spent(requests=1)
 
 
 def count_request(
     rate_limiter: RateLimiter, clock: Callable[[], float], wall: Callable[[], float]
 ) -> None:
     """Charge a request without tokens; raise an error of the rate limiter at a limit."""
-    reservation = rate_limiter.reserve(0, clock(), wall())
-    rate_limiter.settle(reservation, 1, 0, clock(), wall())
+    TokenReservation(rate_limiter, 0, clock, wall).settle(Spent(requests=1))
 
 
 class TokenReservation:
-    """The tokens reserved for one request; its limiter settles them once."""
+    """The tokens reserved for one request; its limiter settles them once.
+
+    Raise an error of the rate limiter if a limit is reached. As a context, which settles by `cost`
+    at its end.
+    """
 
     def __init__(
         self,
@@ -101,10 +112,12 @@ class TokenReservation:
         tokens: int,
         clock: Callable[[], float],
         wall: Callable[[], float],
+        cost: Callable[[BaseException | None], Spent] = inspection_cost,
     ) -> None:
         self._rate_limiter = rate_limiter
         self._clock = clock
         self._wall = wall
+        self._cost = cost
         self.tokens = tokens
         self._taken: Reservation | None = rate_limiter.reserve(tokens, clock(), wall())
 
@@ -126,48 +139,8 @@ class TokenReservation:
             self._rate_limiter.settle(self._taken, spent.requests, spent.tokens, now_s, unix_s)
             self._taken = None
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextlib.contextmanager
-def reserved_request(
-    rate_limiter: RateLimiter | None, clock: Callable[[], float], wall: Callable[[], float]
-) -> Iterator[None]:
-    """Admit a request to work before its cost is known; one at fault meanwhile costs itself.
-
-    Raise an error of the rate limiter if a limit is reached.
-    """
-    if rate_limiter is None:
-        yield
-        return
-    reservation = TokenReservation(rate_limiter, 0, clock, wall)
-    spent = Spent(requests=1)
-    try:
-        yield
-        spent = NOTHING
-    except errors.Unavailable:
-        spent = NOTHING
-        raise
-    finally:
-        reservation.settle(spent)
-
-
-@contextlib.contextmanager
-def reserved_tokens(
-    rate_limiter: RateLimiter,
-    profile: RequestProfile,
-    cost: Callable[[BaseException | None], Spent],
-    clock: Callable[[], float],
-    wall: Callable[[], float],
-) -> Iterator[TokenReservation]:
-    """Reserve the estimate, and settle the cost at the end.
-
-    Raise an error of the rate limiter if a limit is reached.
-    """
-    reservation = TokenReservation(rate_limiter, estimate(profile), clock, wall)
-    failure: BaseException | None = None
-    try:
-        yield reservation
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        reservation.settle(cost(failure))
+    def __exit__(self, _kind: object, failure: BaseException | None, _trace: object) -> None:
+        self.settle(self._cost(failure))

@@ -43,13 +43,8 @@ def read_attributes(
     for name in headers:
         value = header(scope, name.encode())
         if value is not None and len(value) <= _VALUE_LIMIT_BYTES:
-            values[name] = _text(value)
+            try:
+                values[name] = value.decode()  # as the policy is written
+            except UnicodeDecodeError:
+                values[name] = value.decode("latin-1")
     return CallerAttributes(caller.key, caller.team, values or ANONYMOUS.headers, minute_of_week)
-
-
-def _text(value: bytes) -> str:
-    """Decode the value of a header: UTF-8, as the policy is written, or else Latin-1."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")

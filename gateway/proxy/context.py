@@ -12,10 +12,21 @@ from gateway.memory_budget import MemoryHold
 from gateway.proxy.billing import TokenReservation, cost_of
 from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
-from gateway.routing.select import Decision, RoutingRequest
+from gateway.routing.select import Candidate, Decision, RoutingRequest
 from gateway.strict_json import Pieces, with_fields
 from gateway.telemetry.request_record import RequestRecord
-from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Inspected, Outcome, Spent
+from gateway.types import (
+    NO_PREFIX,
+    NOTHING,
+    UNUSED,
+    Caller,
+    Drafts,
+    Headers,
+    Inspected,
+    Outcome,
+    Spent,
+    Usage,
+)
 from paceline.protocol import NodeSource
 from paceline.request.profile import RequestProfile
 from policies.document import PolicyDocument
@@ -24,23 +35,23 @@ if TYPE_CHECKING:
     from gateway.protocols.base import StreamEncoder
     from gateway.protocols.event_stream import AnswerProgress
     from gateway.protocols.openai import WireFormat
-    from gateway.responses.exchange import ResponseExchange
     from gateway.telemetry.tracing import Trace
 
 FAILOVERS_HEADER = b"x-paceline-failovers"
-# No status was sent, because the client had closed its connection; nginx logs it so.
-_CLIENT_CLOSED_REQUEST = 499
+# 499: no status was sent, because the client had closed its connection; nginx logs it so.
+_OK, _CLIENT_CLOSED_REQUEST = 200, 499
 # Of the parts of a history, those that a header names.
 _MAX_REPLACED = 32
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RequestContext(RequestRecord):
-    """One request and what has happened to it so far; its record once it has ended.
+class RequestContext:
+    """One request and what has happened to it so far; `record` tells what came of it.
 
     Each step stores its result here as an immutable value; the times are monotonic seconds.
     """
 
+    request_id: str
     wire_format: WireFormat
     policy: PolicyDocument
     """The active policy when the request began; a later one does not change it."""
@@ -51,22 +62,38 @@ class RequestContext(RequestRecord):
     """The spans of the request, if traces are on."""
     hold: MemoryHold
     """All memory that the request holds."""
-    exchange: ResponseExchange | None = None
-    """What is kept of the request and its answer, if its wire format keeps them."""
     api_key: ApiKey = ANONYMOUS
-    body_read_s: float = 0.0
     caller: Caller = ANONYMOUS.caller
+    body_read_s: float = 0.0
+    inspected: Inspected | None = None
     routing_request: RoutingRequest | None = None
     encoded: Pieces = ()
     """The body for workers."""
     reservation: TokenReservation | None = None
     """The tokens reserved for the request, if its key has limits."""
-    read_slowly: bool = False
-    """The worker waited for the client, so it may have reported more than the gateway has read."""
+    decision: Decision | None = None
+    """The first one; those of further attempts exclude workers."""
+    candidate: Candidate | None = None
+    """Of the last attempt, as all that follows up to `unheld`."""
+    waited_s: float = 0.0
+    """In the queue, for the first slot."""
+    engine: str = ""
+    """The kind of the engine, if it is none of Paceline's workers."""
     expected_reuse: ExpectedReuse = NOTHING_EXPECTED
-    """What the worker of the last attempt had cached, as far as was known."""
+    """What the worker had cached, as far as was known."""
+    missed_reuse: str = ""
+    """Why the worker read earlier turns again; empty if it did not."""
     prefix_sources: tuple[NodeSource, ...] = ()
-    """Workers that had more, from which that worker may fetch it."""
+    """Workers that had more, from which the worker may fetch it."""
+    fingerprint: str = ""
+    """Of the model that writes the stream."""
+    unheld: tuple[str, ...] = ()
+    """Fields that the worker does not act on."""
+    attempts: int = 0
+    failovers: int = 0
+    """How often the request has continued at another worker after one that had begun it."""
+    worker_failures: int = 0
+    """Failures of workers that had begun the request, without those that an admin ordered."""
     dispatched_at_s: float | None = None
     begun: bool = False
     """A worker has the request and may have begun it."""
@@ -74,19 +101,18 @@ class RequestContext(RequestRecord):
     """The client has received an event of the answer."""
     answered: bool = False
     """The client has received the whole answer."""
-    encoder: StreamEncoder | None = None
-    """The encoder of the stream, which goes on if another worker does."""
-    progress: AnswerProgress | None = None
-    """What the client has of the stream, if another worker could go on with it."""
-    fingerprint: str = ""
-    """Of the model that writes the stream."""
-    unheld: tuple[str, ...] = ()
-    """Fields that the worker of the last attempt does not act on."""
-    worker_failures: int = 0
-    """Failures of workers that had begun the request, without those that an admin ordered."""
+    read_slowly: bool = False
+    """The worker waited for the client, so it may have reported more than the gateway has read."""
     seed: int | None = None
     """Drawn for a request without one, so that another worker would draw the same tokens."""
+    encoder: StreamEncoder | None = None
+    """The encoder of the stream, which a further worker continues."""
+    progress: AnswerProgress | None = None
+    """What the client has of the stream, if another worker could continue it."""
     first_token_at_s: float | None = None
+    usage: Usage = UNUSED
+    drafts: Drafts | None = None
+    outcome: Outcome = Outcome.COMPLETED
     error: GatewayError | None = None
 
     @property
@@ -141,9 +167,8 @@ class RequestContext(RequestRecord):
             self.encoded = with_fields(self.encoded, b'"max_tokens":%d' % max_tokens)
 
     def record_decision(self, decision: Decision) -> None:
-        """Record the first decision; those of further attempts exclude workers."""
-        if self.decision is None:
-            self.decision = decision
+        """Record the first decision."""
+        self.decision = self.decision or decision
 
     def begin(self) -> None:
         """Record that the request goes to a worker now."""
@@ -167,7 +192,10 @@ class RequestContext(RequestRecord):
             self.outcome = Outcome.FAILED
 
     def cost(self, failure: BaseException | None) -> Spent:
-        """Return what the request costs its key if it ends with this failure."""
+        """Return what the request costs its key if it ends with this failure.
+
+        The record and the reservation ask for it, so that both have the same.
+        """
         if not self.begun:
             return NOTHING
         reserved = self.reservation.tokens if self.reservation else None
@@ -191,28 +219,37 @@ class RequestContext(RequestRecord):
             *([(FAILOVERS_HEADER, b"%d" % self.failovers)] if self.failovers else ()),
         ]
 
-    def finish(self, now_s: float) -> None:
-        """Complete the record of the request, which ends now."""
-        if self.error is not None:
-            self.status, self.code = self.error.status, self.error.counted_as
-            self.reason = self.error.reason
-        elif self.outcome is Outcome.CLIENT_LEFT:
-            self.status = _CLIENT_CLOSED_REQUEST
-        self.seconds = now_s - self.began_s
-        self.added_s = _since(self.body_read_s + self.waited_s, self.dispatched_at_s)
-        self.first_token_s = _since(self.body_read_s, self.first_token_at_s)
-        self.token_s = self._token_s(now_s)
-        left = ClientDisconnected() if self.outcome is Outcome.CLIENT_LEFT else None
-        self.spent = self.cost(self.error or left)  # what its reservation was settled with
-        self.error = None  # its traceback holds this record, and the body of the request
-        self.prefix = self.cache_result
-
-    def _token_s(self, now_s: float) -> float | None:
-        """Return the time for each token after the first one; None if there was none."""
-        first_s, more_tokens = self.first_token_at_s, self.usage.completion_tokens - 1
-        if self.outcome is not Outcome.COMPLETED or first_s is None or more_tokens < 1:
-            return None
-        return (now_s - first_s) / more_tokens
+    def record(self, now_s: float) -> RequestRecord:
+        """Return the record of the request, which ends now."""
+        error, self.error = self.error, None  # its traceback holds this context, and the body
+        left = self.outcome is Outcome.CLIENT_LEFT
+        first_s, token_s, tokens = self.first_token_at_s, None, self.usage.completion_tokens
+        if self.outcome is Outcome.COMPLETED and first_s is not None and tokens > 1:
+            token_s = (now_s - first_s) / (tokens - 1)
+        return RequestRecord(
+            request_id=self.request_id,
+            outcome=self.outcome,
+            status=error.status if error else _CLIENT_CLOSED_REQUEST if left else _OK,
+            seconds=now_s - self.began_s,
+            code=error.counted_as if error else "",
+            reason=error.reason if error else "",
+            profile=self.inspected and self.inspected.profile,
+            decision=self.decision,
+            candidate=self.candidate,
+            engine=self.engine,
+            attempts=self.attempts,
+            failovers=self.failovers,
+            usage=self.usage,
+            waited_s=self.waited_s,
+            added_s=_since(self.body_read_s + self.waited_s, self.dispatched_at_s),
+            first_token_s=_since(self.body_read_s, first_s),
+            token_s=token_s,
+            drafts=self.drafts,
+            caller=self.caller,
+            spent=self.cost(error or (ClientDisconnected() if left else None)),
+            prefix=self.cache_result,
+            missed_reuse=self.missed_reuse,
+        )
 
 
 def _since(began_s: float, later_s: float | None) -> float | None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,12 @@ from gateway import errors
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ANONYMOUS
 from gateway.auth.origins import comes_from_foreign_page
+from gateway.fleet.fair_queue import room_for
 from gateway.http.downstream import (
     RESEND,
     CancelScope,
     ClientDisconnected,
+    EventWriter,
     header,
     read_body,
     response_writer,
@@ -27,17 +28,11 @@ from gateway.http.downstream import (
 from gateway.inspection_thread import Turn, is_large
 from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
 from gateway.protocols.openai import WireFormat, reading_of
-from gateway.proxy.billing import (
-    TokenReservation,
-    default_max_tokens,
-    reserved_request,
-    reserved_tokens,
-)
+from gateway.proxy.billing import TokenReservation, default_max_tokens, estimate
 from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
-from gateway.responses.exchange import AnswerWriter, ResponseExchange
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_body, footprint_bytes, parse
 from gateway.types import Caller, Headers, Inspected, RawBody
@@ -58,11 +53,6 @@ def routing_request(
     )
     prefix = gateway.prefix_hasher.prefix_keys(inspected, caller, policy.prefix)
     return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix)
-
-
-def takes_long(raw: RawBody) -> bool:
-    """Return whether reading a body may take longer than a request may cost nothing for."""
-    return is_large(raw) or any(mark in raw for mark in PDF_MARKS)
 
 
 async def inspect(
@@ -104,25 +94,18 @@ class ProxyHandler:
         self._contexts: dict[CancelScope, RequestContext] = {}
         """Of the running requests with a valid key, the oldest first."""
 
-    async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        wire_format: WireFormat,
-        exchange: ResponseExchange | None = None,
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, wire_format: WireFormat) -> None:
         """Respond to one request, however it ends, and account for it once."""
         gateway = self._gateway
         client = response_writer(scope)
-        writer: AnswerWriter = client
-        if headers := wire_format.response_headers(writer.request_id):
+        writer: EventWriter = client
+        if headers := wire_format.response_headers(client.request_id):
             client.add_headers(headers)
         context = RequestContext(
-            request_id=writer.request_id,
+            request_id=client.request_id,
             wire_format=wire_format,
             policy=gateway.policy_store.current,
             began_s=gateway.clock(),
-            exchange=exchange,
             hold=gateway.memory.hold(ANONYMOUS.caller.client),
             resends_503=bool(header(scope, RESEND)),
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
@@ -139,9 +122,8 @@ class ProxyHandler:
                         context,
                     )
                     with self._reserved_tokens(context) as context.reservation:
-                        writer.rate_limit_headers = self._limit_headers(context)
-                        if exchange is not None and exchange.request.background:
-                            writer = await exchange.detach(client, cancel_scope)
+                        client.rate_limit_headers = self._limit_headers(context)
+                        writer = await wire_format.writer(client, cancel_scope)
                         await self.forwarder.forward(context, writer)
                 finally:
                     gateway.active_requests.remove(cancel_scope)
@@ -159,14 +141,13 @@ class ProxyHandler:
             log.exception("request.broken request=%s", context.request_id)
             await self._fail(context, writer, errors.GatewayError(), [])
         finally:
-            if exchange is not None:
-                await exchange.end()
+            await wire_format.close()
             self.load.end()
             context.hold.release()
-            context.finish(gateway.clock())
-            gateway.accounting.account(context)
+            record = context.record(gateway.clock())
+            gateway.accounting.account(record)
             if context.trace is not None:
-                context.trace.end(context)
+                context.trace.end(record)
 
     async def _read_body(
         self, scope: Scope, receive: Receive, context: RequestContext, cancel_scope: CancelScope
@@ -195,8 +176,8 @@ class ProxyHandler:
             raise errors.PageRefused
         if gateway.draining:
             raise errors.ShuttingDown
-        self._contexts[cancel_scope] = context
         self.load.admit(functools.partial(self._make_room, context.caller.client))
+        self._contexts[cancel_scope] = context
         cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
 
         limit_bytes, hold = settings.body_limit_bytes, context.hold.add
@@ -207,32 +188,30 @@ class ProxyHandler:
         return body
 
     def _make_room(self, client: str) -> bool:
-        """Reject the last request of the client with the most, if this client has fewer.
-
-        Only requests that no worker has yet count: another one's work would be lost.
-        """
+        """Reject a request that no worker has begun in favour of a client with fewer."""
         waiting = {
             scope: context.caller.client
             for scope, context in self._contexts.items()
             if not (context.begun or scope.cancelled)
         }
-        counts = Counter(waiting.values())
-        most = max(counts.values(), default=0)
-        if counts[client] >= most:
-            return False
-        last = next(scope for scope in reversed(waiting) if counts[waiting[scope]] == most)
-        last.cancel(errors.Overloaded())
-        return True
+        last = room_for(client, waiting)
+        if last is not None:
+            last.cancel(errors.Overloaded())
+        return last is not None
 
     async def _inspect(self, scope: Scope, raw: RawBody, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
-        gateway = self._gateway
+        gateway, limiter = self._gateway, context.api_key.rate_limiter
         context.caller = read_caller(scope, context.policy, context.api_key)
-        if not takes_long(raw):
+        if not (is_large(raw) or any(mark in raw for mark in PDF_MARKS)):
             context.hold.add(footprint_bytes(raw))
             await self._inspect_in(Turn(context.hold), scope, raw, context)
             return
-        with reserved_request(context.api_key.rate_limiter, gateway.clock, gateway.wall):
+        # A request that takes long is admitted before its cost is known.
+        with contextlib.ExitStack() as admitted:
+            if limiter is not None:
+                reservation = TokenReservation(limiter, 0, gateway.clock, gateway.wall)
+                admitted.enter_context(reservation)
             async with gateway.inspection_thread.turn(context.hold, raw) as turn:
                 await self._inspect_in(turn, scope, raw, context)
         context.hold.add(-len(raw))  # it leaves with this call
@@ -242,15 +221,13 @@ class ProxyHandler:
     ) -> None:
         gateway, policy, api_key = self._gateway, context.policy, context.api_key
         body = await turn.run(parse, raw)
-        if context.exchange is not None:
-            await context.exchange.open(body, api_key.caller.key, context.hold, len(raw))
-        inspected = await inspect(
-            gateway, context.wire_format, body, policy, turn, caller=context.caller
-        )
+        wire_format, caller = context.wire_format, context.caller
+        await wire_format.open(body, caller.key, context.hold, len(raw))
+        inspected = await inspect(gateway, wire_format, body, policy, turn, caller=caller)
         context.inspected = inspected
         api_key.check_model(inspected)
         context.routing_request = request = await turn.run(
-            routing_request, gateway, scope, policy, context.caller, inspected
+            routing_request, gateway, scope, policy, caller, inspected
         )
         size_bytes = max(len(raw), inspected.profile.text_chars)
         context.encoded = await turn.run(encode_body, inspected.body, size_bytes)
@@ -268,9 +245,8 @@ class ProxyHandler:
             reports = [one.report for one in workers if context.profile.model in one.models]
             limit = default_max_tokens(rate_limiter, [one.default_max_tokens for one in reports])
             context.limit_answer(limit)
-        return reserved_tokens(
-            rate_limiter, context.profile, context.cost, gateway.clock, gateway.wall
-        )
+        tokens = estimate(context.profile)
+        return TokenReservation(rate_limiter, tokens, gateway.clock, gateway.wall, context.cost)
 
     def _limit_headers(self, context: RequestContext) -> Headers:
         """Return the headers with what remains of the limits of the key, if it has any."""
@@ -287,19 +263,10 @@ class ProxyHandler:
             address, _ = scope.get("client") or ("", 0)
             await asyncio.sleep(self._secret_pacer.delay_s(address))
 
-    async def _delay_rejection(self, context: RequestContext) -> None:
-        """Wait before the rejection of a client that repeats them without a pause.
-
-        The delayed ones are among the running requests, so they take at most half of the limit.
-        """
-        delay_s = self._rejection_pacer.delay_s(context.caller.client)
-        if delay_s and self.load.requests <= self._gateway.settings.requests_limit // 2:
-            await asyncio.sleep(delay_s)
-
     async def _fail(
         self,
         context: RequestContext,
-        writer: AnswerWriter,
+        writer: EventWriter,
         error: errors.GatewayError,
         headers: Headers,
     ) -> None:
@@ -307,6 +274,10 @@ class ProxyHandler:
         context.resends_503 &= not writer.started  # no proxy sees a status after the head
         context.fail(error)
         if isinstance(error, errors.QueueFull | errors.LimitReached) and not writer.started:
-            await self._delay_rejection(context)
+            # A client that repeats rejected requests without a pause waits. Those that wait are
+            # among the running requests, so they take at most half of the limit.
+            delay_s = self._rejection_pacer.delay_s(context.caller.client)
+            if delay_s and self.load.requests <= self._gateway.settings.requests_limit // 2:
+                await asyncio.sleep(delay_s)
         writer.rate_limit_headers = self._limit_headers(context)
         await writer.fail(error, headers, context.wire_format)

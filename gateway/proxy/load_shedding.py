@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from gateway.assembly import LOOP_CHECK_S
@@ -35,14 +35,10 @@ class LoopLag:
         now_s = self._clock()
         late_s = max(0.0, now_s - self._due_s)
         self._due_s = now_s + LOOP_CHECK_S
-        self.note(late_s)
-        return late_s
-
-    def note(self, late_s: float) -> None:
-        """Record the delay of one measurement."""
-        self._late_s.append(max(0.0, late_s))
+        self._late_s.append(late_s)
         recent = tuple(self._late_s)[-_SUSTAINED_TICKS:]
         self.too_late = len(recent) == _SUSTAINED_TICKS and min(recent) > _TOO_LATE_S
+        return late_s
 
     @property
     def worst_s(self) -> float:
@@ -62,7 +58,7 @@ class RejectionPacer:
     def __init__(self, clock: Callable[[], float], share: float = 1.0) -> None:
         self._clock = clock
         self._share = share
-        self._levels: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._levels: dict[str, tuple[float, float]] = {}
         """By client: the rejections above the rate, and when they were counted; oldest first."""
 
     def delay_s(self, client: str) -> float:
@@ -76,7 +72,7 @@ class RejectionPacer:
         longest = burst + _LONGEST_DELAY_S * per_s
         self._levels[client] = (min(level, longest), now_s)
         if len(self._levels) > _REJECTED_CLIENTS:
-            self._levels.popitem(last=False)
+            del self._levels[next(iter(self._levels))]
         return min(_LONGEST_DELAY_S, max(0.0, over / per_s))
 
 

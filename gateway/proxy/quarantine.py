@@ -7,7 +7,6 @@ would crash one after the other.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 
 from gateway.strict_json import Pieces
 
@@ -17,35 +16,29 @@ _BODIES = 1024
 """The number of bodies stored; a new one replaces the oldest."""
 
 
-@dataclass(slots=True)
-class _Suspect:
-    boots: set[str]
-    until_s: float
+_Suspects = dict[bytes, tuple[frozenset[str], float]]
+"""By the digest of a body: the boots of workers, and until when they count."""
 
 
 class Quarantine:
     """Digests of bodies whose worker was lost before the first byte of a response."""
 
     def __init__(self) -> None:
-        self._suspects: dict[bytes, _Suspect] = {}
-        self._failed: dict[bytes, _Suspect] = {}
-        """Bodies that failed in any way, by the boots of which circuit breakers counted that."""
+        self._suspects: _Suspects = {}
+        self._failed: _Suspects = {}
+        """Bodies that failed in any way, with the boots whose circuit breakers counted that."""
 
     def __len__(self) -> int:
-        return sum(len(suspect.boots) >= LOSSES for suspect in self._suspects.values())
+        return sum(len(boots) >= LOSSES for boots, _ in self._suspects.values())
 
     def holds(self, body: Pieces, now_s: float) -> bool:
         """Return whether this body is blocked; without suspects that costs no digest."""
-        if not self._suspects:
+        if not self._suspects or (suspect := self._suspects.get(digest := _digest(body))) is None:
             return False
-        digest = _digest(body)
-        suspect = self._suspects.get(digest)
-        if suspect is None:
-            return False
-        if now_s >= suspect.until_s:
+        boots, until_s = suspect
+        if now_s >= until_s:
             del self._suspects[digest]
-            return False
-        return len(suspect.boots) >= LOSSES
+        return now_s < until_s and len(boots) >= LOSSES
 
     def lost(self, body: Pieces, boot: str, now_s: float) -> None:
         """Record that a boot of a worker was lost while it processed this body."""
@@ -63,18 +56,15 @@ class Quarantine:
             self._failed.pop(digest, None)
 
 
-def _record(suspects: dict[bytes, _Suspect], body: Pieces, boot: str, now_s: float) -> bool:
+def _record(suspects: _Suspects, body: Pieces, boot: str, now_s: float) -> bool:
     digest = _digest(body)
-    suspect = suspects.pop(digest, None)
-    if suspect is None or now_s >= suspect.until_s:
-        suspect = _Suspect(set(), 0.0)
-    new = boot not in suspect.boots
-    suspect.boots.add(boot)
-    suspect.until_s = now_s + KEPT_S
-    suspects[digest] = suspect
+    boots, until_s = suspects.pop(digest, (frozenset[str](), 0.0))
+    if now_s >= until_s:
+        boots = frozenset()
+    suspects[digest] = boots | {boot}, now_s + KEPT_S
     if len(suspects) > _BODIES:
         del suspects[next(iter(suspects))]
-    return new
+    return boot not in boots
 
 
 def _digest(body: Pieces) -> bytes:

@@ -2,60 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+import asyncio
 
 from policies.sections import Retries
-
-
-class Event(Protocol):
-    """An event of the loop, as `asyncio.Event`."""
-
-    def set(self) -> object:
-        """Wake all who wait."""
-
-    def wait(self) -> Awaitable[object]:
-        """Wait until it is set."""
 
 
 class RetryBudget:
     """Counts active requests, and those that are retrying and have no response yet."""
 
-    def __init__(self, new_event: Callable[[], Event]) -> None:
-        self._new_event = new_event
+    def __init__(self) -> None:
         self.active = 0
         self.retrying = 0
         self.delayed = 0
         """Retries that have waited because the budget was spent, since the start."""
-        self._ended: Event | None = None
-        """Set when a retry has ended; None while nobody waits."""
+        self._ended = asyncio.Event()
+        """Set when the next retry has ended."""
 
     def allows(self, retries: Retries) -> bool:
         """Return whether requests may retry at all."""
-        return max(retries.at_least, int(retries.share * self.active)) > 0
+        return self._most(retries) > 0
 
     async def begin(self, retries: Retries) -> RetryTurn:
         """Wait until one more request may retry, and count it until its turn ends.
 
         None is dropped for the budget: the deadline of the request bounds the wait.
         """
-        if not self._has_room(retries):
-            self.delayed += 1
-            while not self._has_room(retries):
-                self._ended = self._ended or self._new_event()
-                await self._ended.wait()
+        self.delayed += self.retrying >= self._most(retries)
+        while self.retrying >= self._most(retries):
+            await self._ended.wait()
         self.retrying += 1
         return RetryTurn(self)
 
     def end(self) -> None:
         """Count a retry no more, and let those that wait look again."""
         self.retrying -= 1
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended.set()
+        ended, self._ended = self._ended, asyncio.Event()
+        ended.set()
 
-    def _has_room(self, retries: Retries) -> bool:
-        return self.retrying < max(retries.at_least, int(retries.share * self.active))
+    def _most(self, retries: Retries) -> int:
+        return max(retries.at_least, int(retries.share * self.active))
 
 
 class RetryTurn:

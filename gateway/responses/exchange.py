@@ -1,7 +1,7 @@
 """`POST /v1/responses`: what a request goes on from, what is kept of it, and the background.
 
-A response in the background is a request like any other, which writes to an `EventLog` in place of
-its client's connection. Clients follow the log as often as they like.
+A response in the background is a request like any other, whose events go to an `EventLog` in place
+of its client's connection. Clients follow the log as often as they like.
 """
 
 from __future__ import annotations
@@ -9,82 +9,78 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable
 
 from gateway import errors
 from gateway.assembly import Gateway
 from gateway.http.downstream import (
+    JSON_HEADERS,
+    KEEPALIVE,
     PIECE_BYTES,
+    STREAM_HEADERS,
     CancelScope,
     ClientDisconnected,
+    EventWriter,
     ResponseWriter,
     pieces,
 )
 from gateway.memory_budget import MemoryHold
-from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.responses.request import Json, ResponsesRequest
 from gateway.responses.kept_items import KeptItems, new_id
-from gateway.types import Header
 
 log = logging.getLogger(__name__)
 
-_KEEPALIVE = b": keepalive\n\n"
 FOLLOWER_BYTES = 3 * PIECE_BYTES
 """Of a piece of a log, of its chunk and of what the connection has not sent."""
+LOG_LIMIT_BYTES = 32 * 1024 * 1024
+"""Of the events of one response in the background; a longer one fails."""
+ENDED_LIMIT = 256
+"""Responses in the background that have ended; the oldest is forgotten first."""
+ENDED_LIMIT_BYTES = 128 * 1024 * 1024
 _EVENT_BYTES = 64
 """Of an event beside its text."""
-_JSON_HEADERS = ((b"content-type", b"application/json"),)
-EVENT_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-)
-
-
-class LogLimits(NamedTuple):
-    """How much of the responses in the background a gateway holds."""
-
-    log_bytes: int = 32 * 1024 * 1024
-    """Of one response; a longer one fails."""
-    ended: int = 256
-    """Responses that have ended; the oldest is forgotten first."""
-    ended_bytes: int = 128 * 1024 * 1024
 
 
 class EventLog:
-    """The events of a response in the background, which takes the place of a `ResponseWriter`.
+    """The events of a response in the background, as its `EventWriter` sends them.
 
-    It holds every event, the last ones too; beyond its limit, or without memory, it cancels the
-    request.
+    It holds every event, the last ones too. `cancel` ends the request beyond the limit of the log,
+    or without memory; None: the rest counts whatever its size.
     """
 
     def __init__(
-        self, request_id: str, keepalive_s: float, limit_bytes: int, hold: MemoryHold
+        self, keepalive_s: float, hold: MemoryHold, cancel: Callable[[Exception], None] | None
     ) -> None:
-        self.request_id = request_id
         self.hold = hold
         """Has the events, also after their end."""
-        self._limit_bytes = limit_bytes
         self._keepalive_s = keepalive_s
-        self.rate_limit_headers: Sequence[Header] = ()
-        self.started = False
-        self.opened_s = float("inf")
-        self.early = False
-        self.idle = False
-        self.on_check: Callable[[float], None] | None = None
-        self.writable = True
+        self.cancel = cancel
         self.events: list[bytes] = []
         """By their sequence numbers."""
         self.size_bytes = 0
         self.closed = False
         self.starved = False
         """There was no memory for its events."""
-        self._cancel_scope: CancelScope | None = None
         self._changed = asyncio.Event()
         self._followers = 0
         self._forgotten = False
+
+    def append(self, piece: bytes) -> None:
+        """Append events; comments are left out."""
+        if not piece.startswith(b"event:"):
+            return
+        self.size_bytes += len(piece)
+        had_room = self.hold.count(len(piece) + _EVENT_BYTES * piece.count(b"\n\n"))
+        self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
+        self._wake()
+        if self.cancel is None:
+            return
+        if not had_room:
+            self.starved = True
+            self.cancel(errors.Overloaded())
+        if self.size_bytes > LOG_LIMIT_BYTES:
+            self.cancel(errors.ResponseTooLarge(LOG_LIMIT_BYTES))
 
     async def follow(self, after: int = -1) -> AsyncIterator[bytes]:
         """Yield the events after this number, those to come too, until the response ends.
@@ -107,7 +103,7 @@ class EventLog:
                         async with asyncio.timeout(self._keepalive_s):
                             await changed.wait()
                     except TimeoutError:
-                        yield _KEEPALIVE
+                        yield KEEPALIVE
         finally:
             self._followers -= 1
             self._release()
@@ -123,73 +119,8 @@ class EventLog:
 
     def close(self) -> None:
         """End the log: no event comes any more."""
-        self.closed = True
-        self._tell()
-
-    # What a `ResponseWriter` does.
-
-    async def whole(
-        self,
-        status: int,
-        headers: Iterable[Header],
-        body: bytes,
-    ) -> None:
-        """Take a whole answer, which no client gets."""
-
-    async def open(
-        self,
-        headers: Iterable[Header],  # noqa: ARG002
-        on_write_paused: Callable[[bool], None],  # noqa: ARG002
-    ) -> None:
-        """Begin the stream."""
-        self.started = True
-
-    def open_early(self, headers: Iterable[Header], piece: bytes) -> None:
-        """Take a comment, which no follower needs."""
-
-    def send_head(self) -> None:
-        """Send nothing: a log has no head."""
-
-    def add_headers(self, headers: Iterable[Header]) -> None:
-        """Take headers, which no client gets."""
-
-    def write(self, piece: bytes) -> None:
-        """Append events, and cancel the request beyond the limit; comments are left out."""
-        if not self._append(piece):
-            self.starved = True
-            self.cancel(errors.Overloaded())
-        if self.size_bytes > self._limit_bytes:
-            self.cancel(errors.ResponseTooLarge(self._limit_bytes))
-
-    def chunk_sender(self) -> None:
-        """Return nothing: an HTTP chunk is no event."""
-
-    def end(self, piece: bytes = b"") -> None:
-        """Append the last events."""
-        self._append(piece)
-
-    async def fail(
-        self,
-        error: errors.GatewayError,
-        headers: Iterable[Header] = (),  # noqa: ARG002
-        wire_format: WireFormat = CHAT,
-    ) -> None:
-        """Append the events of an error."""
-        self._append(wire_format.error_event(error))
-
-    def attach(self, cancel_scope: CancelScope | None) -> None:
-        """Check the deadline of this scope, and cancel it on `cancel`."""
-        self._cancel_scope = cancel_scope
-
-    def cancel(self, cause: Exception) -> None:
-        """Cancel the request, which ends with this cause."""
-        if self._cancel_scope is not None:
-            self._cancel_scope.cancel(cause)
-
-    def check(self, now_s: float) -> None:
-        """Cancel the request if its deadline has passed."""
-        if self._cancel_scope is not None:
-            self._cancel_scope.check(now_s)
+        self.closed, self.cancel = True, None
+        self._wake()
 
     def _events_from(self, place: int) -> list[bytes]:
         """Return the next events, no more than a piece of a stream holds, and one at least."""
@@ -199,49 +130,40 @@ class EventLog:
             end += 1
         return self.events[place:end]
 
-    def _append(self, piece: bytes) -> bool:
-        """Append events; return whether there was memory for them."""
-        if not piece.startswith(b"event:"):
-            return True
-        self.size_bytes += len(piece)
-        had_room = self.hold.count(len(piece) + _EVENT_BYTES * piece.count(b"\n\n"))
-        self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
-        self._tell()
-        return had_room
-
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
 
-AnswerWriter = ResponseWriter | EventLog
-"""What an answer is written to: the connection of its client, or a log."""
-
-
-class ResponseExchange:
+class ResponseExchange(ResponsesFormat):
     """One request for a response: what stands before it, and what is kept of it."""
 
-    def __init__(self, service: ResponsesService, wire_format: ResponsesFormat) -> None:
-        self.format = wire_format
+    finishes = True
+
+    def __init__(self, service: ResponsesService) -> None:
+        gateway = service.gateway
+        super().__init__(new_id("resp"), gateway.sealer, gateway.wall)
+        self._settings = gateway.settings
         self.owner = ""
         self.log: EventLog | None = None
         """Of a response in the background."""
         self._service = service
         self._kept: KeptItems | None = None
         self._after: Json = {}
+        self._cancel_scope: CancelScope | None = None
         self._viewer: asyncio.Task[None] | None = None
         self._cancelled = False
 
     @property
-    def request(self) -> ResponsesRequest:
+    def asked(self) -> ResponsesRequest:
         """Return the request, which has been read."""
-        assert self.format.request is not None, "the request has not been read"
-        return self.format.request
+        assert self.request is not None, "the request has not been read"
+        return self.request
 
     @property
     def response(self) -> Json:
         """Return the response as it is now."""
-        return self.format.builder.response
+        return self.builder.response
 
     async def open(self, body: Json, owner: str, hold: MemoryHold, size_bytes: int) -> None:
         """Read a parsed body of this size and what it goes on from; raise a `RequestRefused`.
@@ -250,67 +172,78 @@ class ResponseExchange:
         """
         self.owner = owner
         self._hold = hold
-        request = self.format.read(body)
+        request = self.read(body)
         self._kept = kept = self._service.kept(hold, size_bytes)
-        self.format.history, self._after = await kept.open(owner, request)
-        self.format.request = request._replace(items=await kept.resolve(owner, request.items))
+        self.history, self._after = await kept.open(owner, request)
+        self.request = request._replace(items=await kept.resolve(owner, request.items))
 
-    async def detach(self, writer: ResponseWriter, cancel_scope: CancelScope) -> EventLog:
-        """Answer a request for the background; return what the response is written to.
+    async def writer(self, client: ResponseWriter, cancel_scope: CancelScope) -> EventWriter:
+        """Return what the response is written to; answer a request for the background.
 
-        From here on the client's connection may end, and the response goes on.
+        From then on its client's connection may end, and the response goes on.
         """
-        builder = self.format.builder
-        service = self._service
+        if not self.asked.background:
+            return client
+        response = self.response
         self.log = event_log = EventLog(
-            writer.request_id, service.keepalive_s, service.limits.log_bytes, self._hold.another()
+            self._settings.keepalive_s, self._hold.another(), cancel_scope.cancel
         )
-        wants_stream = bool(self.request.body.get("stream"))
-        service.add(self)
-        writer.attach(None)
-        event_log.attach(cancel_scope)
-        builder.response["status"] = "queued"
-        queued = self.format.body()
-        await self._keep({**self.response, "status": "in_progress"})
-        event_log.write(self.format.begin_events())
-        if wants_stream:
-            viewing = _view(writer, event_log)
-            self._viewer = asyncio.create_task(viewing, name=f"view {builder.response['id']}")
+        self._service.add(self)
+        client.attach(None)
+        self._cancel_scope = cancel_scope
+        response["status"] = "queued"
+        queued = self.body()
+        await self._keep({**response, "status": "in_progress"})
+        event_log.append(self.begin_events())
+        if self.asked.body.get("stream"):
+            viewing = _view(client, event_log)
+            self._viewer = asyncio.create_task(viewing, name=f"view {response['id']}")
         else:
-            await writer.whole(200, _JSON_HEADERS, queued)
-        return event_log
+            await client.whole(200, JSON_HEADERS, queued)
+        return EventWriter(client.request_id, event_log.append)
 
     async def finish(self) -> bytes:
         """Keep the response that is complete now; return the last bytes for the client."""
-        if self.request.store:
+        if self.asked.store:
             self.response["store"] = await self._keep(self.response)
-        streams = self.request.background or bool(self.request.body.get("stream"))
-        return self.format.final_event() if streams else self.format.body()
+        if self.log is not None:
+            self.log.cancel = None
+        streams = self.log is not None or self.asked.body.get("stream")
+        return self.final_event() if streams else self.body()
 
     async def cancel(self) -> None:
         """Cancel a response in the background, and wait until it has ended."""
         self._cancelled = True
-        if self.log is not None:
-            self.log.cancel(ClientDisconnected())
+        if self._cancel_scope is not None and self.log is not None:
+            self._cancel_scope.cancel(ClientDisconnected())
             async for _ in self.log.follow(len(self.log.events)):
                 pass
 
-    async def end(self) -> None:
+    def check(self, now_s: float) -> None:
+        """Cancel a response in the background whose deadline has passed."""
+        if self._cancel_scope is not None:
+            self._cancel_scope.check(now_s)
+
+    async def close(self) -> None:
         """Drop the request, and end a response in the background, however its request ended."""
         try:
             if self.log is not None:
                 await self._end_log(self.log)
         finally:
-            self._kept = None  # its `hold` leads back here: a cycle of garbage with all bodies
-            self.format.drop()
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop the request, its answer, and what it goes on from: this leads back to itself."""
+        super().drop()
+        self._kept, self._after = None, {}
 
     async def _end_log(self, event_log: EventLog) -> None:
-        builder = self.format.builder
+        builder = self.builder
         try:
             if self._cancelled and not builder.ended:
                 builder.cancel()
             elif not builder.ended:
-                await event_log.fail(errors.Interrupted(), (), self.format)
+                event_log.append(self.error_event(errors.Interrupted()))
             if event_log.starved:  # else no memory may be left to keep how it ended
                 self._service.forget(self)
                 builder.response["output"].clear()
@@ -318,21 +251,20 @@ class ResponseExchange:
             if builder.response["status"] in ("failed", "cancelled"):
                 await self._keep(self.response)
         finally:
-            event_log.attach(None)
+            self._cancel_scope = None
             event_log.close()
             self._service.ended(self)
-            self._after = {}
-            self.format.drop()
+            self.drop()
         if self._viewer is not None:
-            await asyncio.wait((self._viewer,), timeout=self._service.view_timeout_s)
+            await asyncio.wait((self._viewer,), timeout=self._settings.idle_timeout_s)
             self._viewer.cancel()
 
     async def _keep(self, response: Json) -> bool:
-        output = self.format.builder.kept_output()
+        assert self._kept is not None, "the request has not been read"
+        output = self.builder.kept_output()
         try:
-            assert self._kept is not None, "the request has not been read"
             kept = await self._kept.keep_response(
-                self.owner, response, self.request, output, self._after
+                self.owner, response, self.asked, output, self._after
             )
         except (errors.RecordsUnwritable, errors.Overloaded):
             kept = False
@@ -344,46 +276,40 @@ class ResponseExchange:
 class ResponsesService:
     """Serves `POST /v1/responses`, and knows the responses that run in the background."""
 
-    def __init__(self, gateway: Gateway, limits: LogLimits = LogLimits()) -> None:  # noqa: B008
-        self._gateway = gateway
-        self.limits = limits
-        self.memory = gateway.memory
-        self.view_timeout_s = gateway.settings.idle_timeout_s
-        self.keepalive_s = gateway.settings.keepalive_s
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
         self._exchanges: OrderedDict[str, ResponseExchange] = OrderedDict()
         """Those in the background by the id of the response, and the last ones that have ended."""
 
     def kept(self, hold: MemoryHold, size_bytes: int = 0) -> KeptItems:
         """Return what is kept, for one request."""
-        gateway = self._gateway
+        gateway = self.gateway
         return KeptItems(
             gateway.expiring_records, gateway.wall, gateway.inspection_thread, hold, size_bytes
         )
 
     def exchange(self) -> ResponseExchange:
-        """Return the exchange of a new request."""
-        gateway = self._gateway
-        wire_format = ResponsesFormat(new_id("resp"), gateway.sealer, gateway.wall)
-        return ResponseExchange(self, wire_format)
+        """Return the wire format of a new request."""
+        return ResponseExchange(self)
 
     def add(self, exchange: ResponseExchange) -> None:
         """Add a response that runs in the background."""
-        self._exchanges[exchange.response["id"]] = exchange
+        self._exchanges[exchange.response_id] = exchange
 
     def ended(self, exchange: ResponseExchange) -> None:
         """Forget the oldest of those that have ended, beyond the limits."""
-        if exchange.response["id"] in self._exchanges:
-            self._exchanges.move_to_end(exchange.response["id"])
-        over = [one for one in self._exchanges.values() if one.log and one.log.closed]
-        size = sum(one.log.size_bytes for one in over if one.log)
-        while over and (size > self.limits.ended_bytes or len(over) > self.limits.ended):
-            first = over.pop(0)
-            size -= first.log.size_bytes if first.log else 0
+        if exchange.response_id in self._exchanges:
+            self._exchanges.move_to_end(exchange.response_id)
+        over = [(one, one.log) for one in self._exchanges.values() if one.log and one.log.closed]
+        size = sum(event_log.size_bytes for _, event_log in over)
+        while over and (size > ENDED_LIMIT_BYTES or len(over) > ENDED_LIMIT):
+            first, event_log = over.pop(0)
+            size -= event_log.size_bytes
             self.forget(first)
 
     def forget(self, exchange: ResponseExchange) -> None:
         """Forget a response that has ended."""
-        if self._exchanges.pop(exchange.response["id"], None) and exchange.log is not None:
+        if self._exchanges.pop(exchange.response_id, None) and exchange.log is not None:
             exchange.log.forget()
 
     def background(self, owner: str, name: str) -> ResponseExchange | None:
@@ -395,13 +321,12 @@ class ResponsesService:
         """Check the deadlines of the responses in the background."""
         now_s = asyncio.get_running_loop().time()
         for exchange in tuple(self._exchanges.values()):
-            if exchange.log is not None and not exchange.log.closed:
-                exchange.log.check(now_s)
+            exchange.check(now_s)
 
 
 async def _view(writer: ResponseWriter, event_log: EventLog) -> None:
     """Stream a log to the client that began it."""
-    await writer.open(EVENT_HEADERS, lambda _paused: None)
+    await writer.open(STREAM_HEADERS, lambda _paused: None)
     async for piece in event_log.follow():
         await writer.drained()
         writer.write(piece)

@@ -21,8 +21,8 @@ from gateway.protocols.responses.request import Item, Json, ResponsesRequest
 from gateway.state.expiring import ExpiringRecords
 from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body, footprint_bytes
 
-_RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
-_CONVERSATION_ID = re.compile(r"conv_[0-9a-f]{48}")
+_KINDS = {"Response": "resp", "Conversation": "conv"}
+"""Of records, with the prefix of their ids."""
 # An item names the response that it belongs to, its place there, and whether it was input.
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})([0-9a-f]{4})(i?)")
 _PREFIXES = {
@@ -74,18 +74,17 @@ class KeptItems:
 
         Raise a `RequestRefused` if there is none.
         """
-        if request.conversation_id:
-            name = request.conversation_id
-            found = await self._read(owner, [name] if _CONVERSATION_ID.fullmatch(name) else [])
-            if not found or found[0] is None:
+        if name := request.conversation_id:
+            conversation = await self._record("Conversation", owner, name)
+            if conversation is None:
                 raise errors.PreviousUnknown("Conversation", name, param="conversation")
-            return found[0]["items"], found[0]
-        if request.previous_id:
-            previous = await self._response(owner, request.previous_id)
+            return conversation["items"], conversation
+        if name := request.previous_id:
+            previous = await self._record("Response", owner, name)
             chain = [*await self._read(owner, previous["ancestors"] if previous else []), previous]
             if previous is None or None in chain or previous["response"]["status"] not in _ENDED:
                 raise errors.PreviousUnknown(
-                    "Previous response", request.previous_id, param="previous_response_id"
+                    "Previous response", name, param="previous_response_id"
                 )
             items = [item for one in chain if one for item in (*one["input"], *one["output"])]
             return items, previous
@@ -142,17 +141,17 @@ class KeptItems:
                 return False
         return kept
 
-    async def response(self, owner: str, name: str) -> Json:
-        """Return the record of a response; raise `ResponseUnknown`."""
-        record = await self._response(owner, name)
+    async def get(self, kind: str, owner: str, name: str) -> Json:
+        """Return the record of a response or a conversation; raise `ResponseUnknown`."""
+        record = await self._record(kind, owner, name)
         if record is None:
-            raise errors.ResponseUnknown("Response", name)
+            raise errors.ResponseUnknown(kind, name)
         return record
 
-    async def delete_response(self, owner: str, name: str) -> None:
-        """Delete a response; raise `ResponseUnknown`."""
-        if not (_RESPONSE_ID.fullmatch(name) and await self._records.delete(owner, name)):
-            raise errors.ResponseUnknown("Response", name)
+    async def delete(self, kind: str, owner: str, name: str) -> None:
+        """Delete a response or a conversation; raise `ResponseUnknown`."""
+        if not (_is_id(kind, name) and await self._records.delete(owner, name)):
+            raise errors.ResponseUnknown(kind, name)
 
     async def create_conversation(
         self, owner: str, items: Sequence[Item], metadata: Mapping[str, str]
@@ -162,33 +161,21 @@ class KeptItems:
             "id": new_id("conv"),
             "created_at": int(self._now_s()),
             "metadata": metadata,
-            "items": [*map(_named, items)],
+            "items": named_items(items),
         }
         data = await self._encoded(conversation)
         if not data or not await self._put(owner, conversation["id"], data):
             raise errors.FieldInvalid("The conversation is too large.", param="items")
         return conversation
 
-    async def conversation(self, owner: str, name: str) -> Json:
-        """Return a conversation; raise `ResponseUnknown`."""
-        found = await self._read(owner, [name] if _CONVERSATION_ID.fullmatch(name) else [])
-        if not found or found[0] is None:
-            raise errors.ResponseUnknown("Conversation", name)
-        return found[0]
-
-    async def delete_conversation(self, owner: str, name: str) -> None:
-        """Delete a conversation; raise `ResponseUnknown`."""
-        if not (_CONVERSATION_ID.fullmatch(name) and await self._records.delete(owner, name)):
-            raise errors.ResponseUnknown("Conversation", name)
-
     async def change(self, owner: str, name: str, change: Callable[[Json], Any]) -> Json:
         """Change a conversation; raise `ResponseUnknown`, or what `change` raises."""
         for _ in range(_WRITES):
             with self._hold.another() as hold:
                 before = (await self._records.get(owner, [name], hold.add))[0]
-                if before is None or not _CONVERSATION_ID.fullmatch(name):
+                if before is None or not _is_id("Conversation", name):
                     raise errors.ResponseUnknown("Conversation", name)
-                hold.add(footprint_bytes(before))
+                hold.add(await self._thread.run(len(before), footprint_bytes, before))
                 self._size_bytes += len(before)
                 conversation: Json = await self._thread.run(len(before), from_json, before)
                 change(conversation)
@@ -216,8 +203,8 @@ class KeptItems:
         """Return a record to store; nothing if it has too many values to be read again."""
         return await self._thread.run(self._size_bytes, _encode, record, self._size_bytes)
 
-    async def _response(self, owner: str, name: str) -> Json | None:
-        return (await self._read(owner, [name]))[0] if _RESPONSE_ID.fullmatch(name) else None
+    async def _record(self, kind: str, owner: str, name: str) -> Json | None:
+        return (await self._read(owner, [name]))[0] if _is_id(kind, name) else None
 
     async def _read(self, owner: str, names: Sequence[str]) -> list[Json | None]:
         if not names:
@@ -229,7 +216,7 @@ class KeptItems:
                 f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
             )
         self._size_bytes += size_bytes
-        self._hold.add(sum(footprint_bytes(data) for data in found if data))
+        self._hold.add(await self._thread.run(size_bytes, _footprint_bytes, found))
         parsed = await self._thread.run(size_bytes, _parsed, found)
         self._hold.add(-size_bytes)  # what was read leaves with this call
         return parsed
@@ -237,7 +224,15 @@ class KeptItems:
 
 def named_items(items: Sequence[Item]) -> list[Item]:
     """Return items with ids of their own."""
-    return [*map(_named, items)]
+    return [{"id": new_id(_prefix(item)), **known_fields(item)} for item in items]
+
+
+def _is_id(kind: str, name: str) -> bool:
+    return re.fullmatch(_KINDS[kind] + r"_[0-9a-f]{48}", name) is not None
+
+
+def _footprint_bytes(found: Sequence[bytes | None]) -> int:
+    return sum(footprint_bytes(data) for data in found if data)
 
 
 def _encode(record: Json, size_bytes: int) -> bytes:
@@ -251,10 +246,6 @@ def _encode(record: Json, size_bytes: int) -> bytes:
 
 def _parsed(found: Sequence[bytes | None]) -> list[Json | None]:
     return [None if data is None else from_json(data) for data in found]
-
-
-def _named(item: Item) -> Item:
-    return {"id": new_id(_prefix(item)), **known_fields(item)}
 
 
 def _prefix(item: Item) -> str:

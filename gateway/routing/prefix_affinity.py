@@ -15,7 +15,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from gateway.routing.prefix_keys import KEY_BYTES, MAX_PROMPT_ENDS, PrefixEnd, PrefixKeys
-from gateway.routing.view import CachedPrefix, FleetView
+from gateway.routing.view import CachedPrefix
 from gateway.types import Usage, WorkerBoot
 from paceline.protocol import WorkerReport
 from policies.sections import PrefixPolicy
@@ -130,11 +130,6 @@ class PrefixIndex:
         """Return the number of ends with claims."""
         return len(self._claims)
 
-    def annotate(self, fleet: FleetView, prefix: PrefixKeys) -> FleetView:
-        """Return a snapshot with what the boots have cached of a prompt."""
-        cached = self.cached(prefix) if prefix.ends else None
-        return fleet.with_cached(cached) if cached else fleet
-
     def cached(self, prefix: PrefixKeys) -> dict[WorkerBoot, CachedPrefix]:
         """Return the longest beginning of a prompt that each boot has cached."""
         now_s, boots = self._clock(), self._boots_by_number
@@ -210,7 +205,7 @@ class PrefixIndex:
                 self._claim(raw, number, 0, until_s)
         for key in evicted - evicted_before - now:
             if (raw := _parse_key(key)) is not None:
-                self._learn_tokens(raw, number, _EVICTED)
+                self._change(raw, number, _EVICTED)
         self._reported[boot] = now, evicted
         self._reported.move_to_end(boot)
         if len(self._reported) > _MAX_REPORTED_BOOTS:
@@ -233,7 +228,7 @@ class PrefixIndex:
             if claim.ttl_s:
                 self._claim(raw, number, min(max(tokens, 0), _EVICTED - 1), until_s)
             else:
-                self._drop(raw, number)
+                self._change(raw, number, None)
 
     def _expect(self, prefix: PrefixKeys, boot: WorkerBoot) -> ExpectedReuse:
         """Return what a worker has of a prompt, and why it has not more."""
@@ -250,7 +245,7 @@ class PrefixIndex:
         elif self._has_evicted(prefix, own_bytes):
             missed = EVICTED
         elif own is not None and not own.is_system:
-            missed = _change(prefix, own.end)
+            missed = _difference(prefix, own.end)
         kept = sum(end.size_bytes <= own_bytes for end in prefix.claimed)
         return ExpectedReuse(
             own.tokens if own and own.measured else 0,
@@ -317,28 +312,21 @@ class PrefixIndex:
     def _withdraw(self, ends: Sequence[PrefixEnd], boot: WorkerBoot) -> None:
         """Drop claims, here and at other gateways."""
         number = self._number(boot)
-        dropped = [end.key.hex() for end in reversed(ends) if self._drop(end.key, number)]
+        dropped = [end.key.hex() for end in reversed(ends) if self._change(end.key, number, None)]
         if dropped:
             self._publish(PrefixClaim(tuple([(key, 0) for key in dropped]), *boot, 0.0))
 
-    def _drop(self, key: bytes, number: int) -> bool:
-        """Drop a claim; return whether there was one."""
-        claims = tuple(self._claims.get(key))
-        left = [claim for claim in claims if claim[0] != number]
-        if len(left) == len(claims):
-            return False
-        self._claims.set(key, left)
-        return True
-
     def _learn(self, end: PrefixEnd, boot: WorkerBoot, tokens: int) -> None:
-        self._learn_tokens(end.key, self._number(boot), min(tokens, _EVICTED - 1))
+        self._change(end.key, self._number(boot), min(tokens, _EVICTED - 1))
 
-    def _learn_tokens(self, key: bytes, number: int, tokens: int) -> None:
-        """Set the tokens of a claim, if there is one."""
+    def _change(self, key: bytes, number: int, tokens: int | None) -> bool:
+        """Set the tokens of a claim, or drop it without any; return whether there was one."""
         claims = tuple(self._claims.get(key))
-        if any(claim[0] == number for claim in claims):
-            learnt = [(one, tokens if one == number else old, s) for one, old, s in claims]
-            self._claims.set(key, learnt)
+        if all(claim[0] != number for claim in claims):
+            return False
+        changed = [(one, tokens if one == number else old, s) for one, old, s in claims]
+        self._claims.set(key, [(one, left, s) for one, left, s in changed if left is not None])
+        return True
 
 
 def _is_far_less(cached: int, expected: int) -> bool:
@@ -346,15 +334,14 @@ def _is_far_less(cached: int, expected: int) -> bool:
     return 2 * cached < expected and expected - cached > _NEGLIGIBLE_TOKENS
 
 
-def _change(prefix: PrefixKeys, known: PrefixEnd) -> str:
+def _difference(prefix: PrefixKeys, known: PrefixEnd) -> str:
     """Return where a conversation differs from the turns that are known; empty if it goes on."""
     turns = prefix.ends[:-1] if prefix.has_system else prefix.ends
     if known in turns[: _ENDS_PER_TURN + 1] or not known.messages:
         return ""
-    changed = known.messages + 1
-    if changed > _NAMED_MESSAGES:
+    if known.messages >= _NAMED_MESSAGES:
         return f"changed after message {_NAMED_MESSAGES}"
-    return f"changed at message {changed}"
+    return f"changed at message {known.messages + 1}"
 
 
 def _parse_key(text: str) -> bytes | None:

@@ -8,7 +8,7 @@ They are keyed by a secret of the fleet and reveal nothing of the text to others
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -156,7 +156,8 @@ class PrefixHasher:
         digest = self._digest.copy()
         digest.update(to_json([scope, model]))
         size_bytes, found = 0, []
-        for text in _blocks(prompt):
+        for begin in range(0, len(prompt), _TEXT_BLOCK_CHARS):
+            text = prompt[begin : begin + _TEXT_BLOCK_CHARS].encode()
             digest.update(text)
             size_bytes += len(text)
             if size_bytes >= _MIN_PREFIX_BYTES:
@@ -199,8 +200,3 @@ def _media_bytes(message: Mapping[str, Any]) -> int:
         return 0
     media = [part for part in content if part.get("type") in MEDIA_KINDS]
     return json_bytes(media) - len(media) * _MEDIA_BYTES if media else 0
-
-
-def _blocks(text: str) -> Iterator[bytes]:
-    for begin in range(0, len(text), _TEXT_BLOCK_CHARS):
-        yield text[begin : begin + _TEXT_BLOCK_CHARS].encode()

@@ -9,7 +9,8 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
 from gateway.routing.prefix_keys import NO_KEYS
-from gateway.routing.select import Chance, RoutingRequest, decide
+from gateway.routing.score import Chance
+from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.types import NOWHERE
 from policies.document import PolicyDocument
@@ -34,7 +35,9 @@ class RecentRequests:
         if request.prefix.ends:  # what is cached changes the worker and not the pool
             request = request._replace(prefix=NO_KEYS)
         if profile.stop or profile.sampling.logit_bias:
-            request = _without_lists(request)
+            # No policy reads the long fields. With one bias the profile fits the same lanes.
+            sampling = profile.sampling._replace(logit_bias=profile.sampling.logit_bias[:1])
+            request = request._replace(profile=profile._replace(stop=(), sampling=sampling))
         self._requests.append(request)
 
     async def count_moves(
@@ -43,6 +46,7 @@ class RecentRequests:
         new: PolicyDocument,
         fleet: FleetView,
         *,
+        now_s: float,
         rng: Chance,
         pause: Callable[[], Awaitable[None]],
     ) -> PoolMoves:
@@ -52,24 +56,14 @@ class RecentRequests:
         not compared, since full lanes and lost workers have affected them. Each request is decided
         by the profile that the policy of its time produced.
         """
+
+        def pool(policy: PolicyDocument, request: RoutingRequest) -> str:
+            decision = decide(request._replace(policy=policy), fleet, now_s, rng, first_only=True)
+            return decision.candidates[0].pool if decision.candidates else NOWHERE
+
         moves = PoolMoves()
         for number, request in enumerate(tuple(self._requests)):
             if number % _AT_A_TIME == 0:
                 await pause()
-            moves[_pool(old, request, fleet, rng), _pool(new, request, fleet, rng)] += 1
+            moves[pool(old, request), pool(new, request)] += 1
         return moves
-
-
-def _pool(policy: PolicyDocument, request: RoutingRequest, fleet: FleetView, rng: Chance) -> str:
-    decision = decide(request._replace(policy=policy), fleet, rng, first_only=True)
-    return decision.candidates[0].pool if decision.candidates else NOWHERE
-
-
-def _without_lists(request: RoutingRequest) -> RoutingRequest:
-    """Drop the long fields, which no policy reads.
-
-    One logit bias stays: with it the profile is eligible for the same lanes.
-    """
-    sampling = request.profile.sampling
-    sampling = sampling._replace(logit_bias=sampling.logit_bias[:1])
-    return request._replace(profile=request.profile._replace(stop=(), sampling=sampling))

@@ -1,65 +1,24 @@
-"""Snapshots of the fleet for routing decisions: workers, lanes, and the cost terms of each lane.
+"""The fleet as routing decisions see it: workers, lanes, and the cost terms of each lane.
 
-A snapshot is a value that no code changes. Its classes are not frozen, because each request makes
-and reads some: a frozen dataclass takes four times as long to make, a named tuple twice as long to
-read.
+The registry updates the lanes of a worker in place and makes a new view of the fleet when other
+workers become available. Nothing here is frozen or a named tuple, because each request reads and
+writes some: a named tuple takes twice as long to read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-from gateway.routing.cost import (
-    FULL_LANE_FACTOR,
-    UNMEASURED,
-    Throughput,
-    draft_loss_share,
-    load_cost_s,
-)
 from gateway.routing.features import Feature
+from gateway.routing.load_cost import Throughput, load_cost_s
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
 from paceline.protocol import POOLING_LANES, LaneReport
 from paceline.request.profile import GENERATING, Endpoint, Sampling
-
-
-@dataclass(slots=True)
-class LaneView:
-    """Snapshot of one lane of one worker."""
-
-    name: str
-    in_flight: int
-    """Requests of this gateway, counted at dispatch and not taken from reports."""
-    slots: int
-    load: float
-    """Busy rows over all rows; above 1 requests wait in the worker."""
-    can_draft: bool
-    """The lane drafts, and its MTP head, if it has one, is healthy."""
-    drafting_pays: bool
-    """Drafting is faster in the batch that one more request would join."""
-    busy_rows: int
-    """Rows in use, those of other gateways included."""
-    report: LaneReport
-
-    @classmethod
-    def of(cls, report: LaneReport, in_flight: int, remote_requests: int = 0) -> Self:
-        """Return the view of a lane that has `in_flight` requests of this gateway."""
-        rows = in_flight + remote_requests
-        return cls(
-            report.name,
-            in_flight,
-            report.slots,
-            rows / max(1, report.slots),
-            report.mtp_enabled and report.head_healthy,
-            report.drafting_pays(rows + 1),
-            rows,
-            report,
-        )
-
 
 TAKES_ALL: frozenset[Feature] = frozenset()
 
@@ -74,49 +33,64 @@ class ModelView(NamedTuple):
 
 
 @dataclass(slots=True)
-class LaneRef:
-    """One lane together with the properties of its worker that decisions read."""
+class LaneView:
+    """One lane of one worker for some of its models, with its cost terms in seconds."""
 
     worker_id: str
     boot_id: str
     labels: tuple[str, ...]
     models: tuple[str, ...]
-    lane: LaneView
-    lacks: frozenset[Feature] = TAKES_ALL
-    """Features whose requests the worker does not take for this model."""
-
-
-@dataclass(slots=True)
-class LaneCost:
-    """Cost terms of one lane, in seconds."""
-
-    ref: LaneRef
-    load_cost_s: float
+    """All models of the worker."""
+    report: LaneReport
+    model: ModelView
+    in_flight: int = 0
+    """Requests of this gateway, counted at dispatch and not taken from reports."""
+    busy_rows: int = 0
+    """Rows in use, those of other gateways included."""
+    load: float = 0.0
+    """Busy rows over all rows; above 1 requests wait in the worker."""
+    load_cost_s: float = 0.0
     """Delay by the requests that the worker has, and the delay that one more causes them."""
-    prefill_token_s: float
+    prefill_token_s: float = 0.0
     """Prefill time of one prompt token."""
     prefill_until_s: float = 0.0
     """Time at which the worker finishes the prefill of the prompts that it has."""
     answered_at_s: float = 0.0
     """Time of the last answer."""
 
+    @property
+    def can_draft(self) -> bool:
+        """Return whether it drafts, and its MTP head, if it has one, is healthy."""
+        return self.report.mtp_enabled and self.report.head_healthy
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Return whether this gateway may send it a request."""
+        return self.in_flight < self.report.slots
+
+
+class LaneGroup(NamedTuple):
+    """The lanes of one name that serve one model."""
+
+    lanes: tuple[LaneView, ...] = ()
+    positions: Mapping[str, int] | None = None
+    """The index of each worker, by id; None for a selection or union of such groups."""
+
 
 NO_MODELS: Mapping[str, ModelView] = MappingProxyType({})
+_ALIKE = ModelView()
 LaneKey = tuple[str, str]
 """Model and name of a lane."""
-LaneCosts = Mapping[LaneKey, tuple[LaneCost, ...]]
-LanePositions = Mapping[LaneKey, Mapping[str, int]]
-"""Index of each worker, by id, in the tuple of `LaneCosts`."""
 
 
 @dataclass(slots=True)
 class WorkerView:
-    """Snapshot of one worker that accepts requests."""
+    """One worker that accepts requests."""
 
     worker_id: str
     models: tuple[str, ...]
-    lane_costs: tuple[LaneCost, ...]
-    """One for each lane, in the order of the report."""
+    lanes: tuple[LaneView, ...]
+    """In the order of the report, once for all models that do not differ and for each other one."""
     by_model: Mapping[str, ModelView] = field(default_factory=lambda: NO_MODELS)
     """The models of an engine that differ."""
     tells_system: bool = False
@@ -127,59 +101,50 @@ class WorkerView:
         cls,
         worker_id: str,
         models: tuple[str, ...],
-        lanes: Sequence[LaneView],
+        reports: Sequence[LaneReport],
         labels: tuple[str, ...] = (),
         boot_id: str = "",
         *,
-        throughput: Throughput = UNMEASURED,
         by_model: Mapping[str, ModelView] = NO_MODELS,
         tells_system: bool = False,
     ) -> Self:
-        """Return the view of a worker; its lanes share one machine."""
-        busy_rows = sum([lane.busy_rows for lane in lanes])
-        costs = [
-            LaneCost(
-                ref=LaneRef(worker_id, boot_id, labels, models, lane),
-                load_cost_s=load_cost_s(
-                    throughput,
-                    lane.report,
-                    lane.busy_rows * (1 if lane.in_flight < lane.slots else FULL_LANE_FACTOR),
-                    busy_rows - lane.busy_rows,
-                    draft_loss_share=draft_loss_share(lane.report, lane.busy_rows + 1),
-                ),
-                prefill_token_s=throughput.prefill_token_s,
-            )
-            for lane in lanes
+        """Return the view of a worker, whose lanes are to be updated."""
+        lanes = [
+            LaneView(worker_id, boot_id, labels, models, report, model)
+            for model in dict.fromkeys((_ALIKE, *by_model.values()))
+            for report in reports
         ]
-        return cls(worker_id, models, tuple(costs), by_model, tells_system)
+        return cls(worker_id, models, tuple(lanes), by_model, tells_system)
 
-    def costs_of(self, model: str) -> tuple[LaneCost, ...]:
-        """Return the cost terms of each lane for one of the models."""
-        view = self.by_model.get(model)
-        if view is None:
-            return self.lane_costs
-        return tuple(
-            [
-                replace(
-                    cost,
-                    ref=replace(cost.ref, lacks=view.lacks),
-                    load_cost_s=cost.load_cost_s + view.load_s,
-                )
-                for cost in self.lane_costs
-            ]
-        )
-
-    def at_time(self, prefill_until_s: float, answered_at_s: float) -> WorkerView:
-        """Return a view with the same requests and these times."""
-        costs = [
-            LaneCost(
-                cost.ref, cost.load_cost_s, cost.prefill_token_s, prefill_until_s, answered_at_s
+    def update(
+        self,
+        reports: Sequence[LaneReport],
+        in_flight: Callable[[str], int],
+        *,
+        remote_requests: Mapping[str, int],
+        throughput: Throughput,
+        prefill_until_s: float,
+        answered_at_s: float,
+    ) -> None:
+        """Set the reports and loads of the lanes, which share one machine."""
+        rows = {one.name: in_flight(one.name) + remote_requests.get(one.name, 0) for one in reports}
+        all_rows = sum(rows.values())
+        for index, lane in enumerate(self.lanes):
+            lane.report = report = reports[index % len(reports)]
+            lane.in_flight = in_flight(report.name)
+            lane.busy_rows = busy = rows[report.name]
+            lane.load = busy / max(1, report.slots)
+            lane.load_cost_s = lane.model.load_s + load_cost_s(
+                throughput, report, busy, all_rows - busy, full=not lane.has_free_slot
             )
-            for cost in self.lane_costs
-        ]
-        return WorkerView(
-            self.worker_id, self.models, tuple(costs), self.by_model, self.tells_system
-        )
+            lane.prefill_token_s = throughput.prefill_token_s
+            lane.prefill_until_s = prefill_until_s
+            lane.answered_at_s = answered_at_s
+
+    def lanes_of(self, model: str) -> tuple[LaneView, ...]:
+        """Return the lanes for one of the models."""
+        wanted = self.by_model.get(model, _ALIKE)
+        return tuple([lane for lane in self.lanes if lane.model == wanted])
 
 
 class CachedPrefix(NamedTuple):
@@ -197,96 +162,75 @@ class CachedPrefix(NamedTuple):
 CachedPrefixes = Mapping[WorkerBoot, CachedPrefix]
 
 
+NOTHING_CACHED: CachedPrefixes = MappingProxyType({})
+
+
 @dataclass(slots=True)
 class FleetView:
-    """Snapshot of the fleet for decisions. Construct it with `of`."""
+    """The fleet for decisions. Construct it with `of`."""
 
-    workers: tuple[WorkerView, ...]
-    """Workers that accept requests."""
+    workers: Mapping[str, WorkerView]
+    """Workers that accept requests, by id."""
     known_models: frozenset[str]
     """Models that this gateway has seen served: a restart does not make a model unknown."""
-    lane_costs: LaneCosts
-    positions: LanePositions
-    now_s: float = 0.0
-    """Time of the snapshot, on the clock of `LaneCost`."""
-    cached: CachedPrefixes | None = None
-    """What boots have cached of the request's prompt; None for nothing."""
-    sampling: Mapping[str, Sampling] = field(default_factory=dict)
+    lanes: Mapping[LaneKey, LaneGroup]
+    sampling: Mapping[str, Sampling]
     """Model -> what its workers report as its defaults."""
-    takes_all: bool = True
+    takes_all: bool
     """No worker lacks a feature, so that decisions need not compute those of a request."""
-    untold: frozenset[str] = frozenset()
+    untold: frozenset[str]
     """Models of which some worker does not say where its template takes system messages."""
 
     @classmethod
     def of(
-        cls, workers: tuple[WorkerView, ...], known_models: frozenset[str], now_s: float = 0.0
+        cls,
+        workers: Iterable[WorkerView],
+        known_models: frozenset[str],
+        sampling: Mapping[str, Sampling] = MappingProxyType({}),
     ) -> Self:
         """Return the view of these workers."""
-        grouped: defaultdict[LaneKey, list[LaneCost]] = defaultdict(list)
-        for worker in workers:
+        by_id = {worker.worker_id: worker for worker in workers}
+        grouped: defaultdict[LaneKey, list[LaneView]] = defaultdict(list)
+        for worker in by_id.values():
             for model in worker.models:
-                for cost in worker.costs_of(model):
-                    grouped[model, cost.ref.lane.name].append(cost)
-        costs = {key: tuple(group) for key, group in grouped.items()}
-        positions = {
-            key: {cost.ref.worker_id: index for index, cost in enumerate(group)}
-            for key, group in costs.items()
+                for lane in worker.lanes_of(model):
+                    grouped[model, lane.report.name].append(lane)
+        lanes = {
+            key: LaneGroup(tuple(group), {one.worker_id: at for at, one in enumerate(group)})
+            for key, group in grouped.items()
         }
-        takes_all = not any(view.lacks for worker in workers for view in worker.by_model.values())
-        untold = {model for one in workers if not one.tells_system for model in one.models}
-        return cls(
-            workers,
-            known_models,
-            costs,
-            positions,
-            now_s,
-            takes_all=takes_all,
-            untold=frozenset(untold),
+        takes_all = not any(
+            view.lacks for worker in by_id.values() for view in worker.by_model.values()
         )
-
-    def with_cached(self, cached: CachedPrefixes) -> FleetView:
-        """Return the same fleet with what boots have cached of a request's prompt."""
-        return FleetView(
-            self.workers,
-            self.known_models,
-            self.lane_costs,
-            self.positions,
-            self.now_s,
-            cached,
-            self.sampling,
-            self.takes_all,
-            self.untold,
-        )
+        untold = {model for one in by_id.values() if not one.tells_system for model in one.models}
+        return cls(by_id, known_models, lanes, sampling, takes_all, frozenset(untold))
 
     @property
     def served_models(self) -> frozenset[str]:
         """Return the models that a worker serves now."""
-        return frozenset([model for model, _ in self.lane_costs])
+        return frozenset([model for model, _ in self.lanes])
 
     def takes(self, model: str, feature: Feature) -> bool:
         """Return whether a lane takes such chats for a model, or no lane serves it now."""
         if self.takes_all:
             return True
-        costs = [
-            cost
-            for (served, lane), lanes in self.lane_costs.items()
-            if served == model and lane not in POOLING_LANES
-            for cost in lanes
+        lanes = [
+            lane
+            for (served, name), group in self.lanes.items()
+            if served == model and name not in POOLING_LANES
+            for lane in group.lanes
         ]
-        return not costs or any(feature not in cost.ref.lacks for cost in costs)
+        return not lanes or any(feature not in lane.model.lacks for lane in lanes)
 
     def models_of(self, endpoint: Endpoint) -> frozenset[str]:
         """Return the models that serve an endpoint now."""
         wanted = None if endpoint in GENERATING else endpoint
-        return frozenset(
-            [model for model, lane in self.lane_costs if POOLING_LANES.get(lane) is wanted]
-        )
+        return frozenset([model for model, lane in self.lanes if POOLING_LANES.get(lane) is wanted])
 
     def endpoints_of(self, model: str) -> frozenset[Endpoint]:
         """Return the endpoints that a model serves now."""
         found: set[Endpoint] = set()
-        for served, lane in self.lane_costs:
+        for served, lane in self.lanes:
             if served == model:
                 pooling = POOLING_LANES.get(lane)
                 found.update(GENERATING if pooling is None else (pooling,))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -28,19 +27,6 @@ MAX_MODELS = 64
 GONE_WORKERS = "gone-workers"
 OTHER_MODELS = "other-models"
 _FOLDED_KNOWN = 1024
-
-
-class CounterStore(Protocol):
-    """Counters, which only grow, and reports, which later ones of the boot replace."""
-
-    async def counts(self) -> Mapping[CounterKey, int]:
-        """Return all counters."""
-
-    async def store_report(self, report: WorkerReport) -> None:
-        """Store a report unless a later one of that boot is stored."""
-
-    async def reports(self) -> tuple[WorkerReport, ...]:
-        """Return the last report of every boot, also of workers that are gone."""
 
 
 class MemoryCounters:

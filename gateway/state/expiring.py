@@ -13,7 +13,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from gateway.errors import RecordsUnwritable
 from gateway.memory_budget import MemoryBudget, MemoryHold
@@ -31,48 +31,16 @@ OVERHEAD_BYTES = 1024
 """Of a record beside its data, so that empty records are bounded too."""
 
 
-class ExpiringRecords(Protocol):
-    """Records by owner and name. All raise `RecordsUnwritable` where they are on another machine.
-
-    Owners are ids of API keys; no owner sees that another one has a record.
-    """
-
-    async def get(
-        self,
-        owner: str,
-        names: Sequence[str],
-        hold: Callable[[int], None] = lambda _bytes: None,
-    ) -> list[bytes | None]:
-        """Return the records of these names, and count them as used.
-
-        `hold` gets their bytes, before they are read from another machine; it may raise.
-        """
-
-    async def put(
-        self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
-    ) -> bool:
-        """Store a record, in place of this one only if there is one to replace.
-
-        Return whether it is stored: not if it is too large, or if another has come before. Raise
-        `Overloaded` without memory.
-        """
-
-    async def delete(self, owner: str, name: str) -> bool:
-        """Delete a record; return whether there was one."""
-
-    async def drop_expired(self) -> None:
-        """Delete what has expired, also of owners that never return."""
-
-
 class _Record(NamedTuple):
     data: bytes
     expires_s: float
 
 
 class MemoryRecords:
-    """Records in the memory of this process, of which they take no more than a limit.
+    """Records by owner and name, in the memory of this process, of which they take a limit at most.
 
-    `clock` returns monotonic seconds.
+    Owners are ids of API keys; no owner sees that another one has a record. `clock` returns
+    monotonic seconds.
     """
 
     def __init__(
@@ -96,7 +64,10 @@ class MemoryRecords:
         names: Sequence[str],
         hold: Callable[[int], None] = lambda _bytes: None,
     ) -> list[bytes | None]:
-        """Return the records of these names, and count them as used."""
+        """Return the records of these names, and count them as used.
+
+        `hold` gets their bytes, before they are read from another machine; it may raise.
+        """
         await self.drop_expired()
         records = self._records.get(owner, OrderedDict())
         found: list[bytes | None] = []
@@ -112,7 +83,11 @@ class MemoryRecords:
     async def put(
         self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
     ) -> bool:
-        """Store a record; return whether it is stored."""
+        """Store a record, in place of this one only if there is one to replace.
+
+        Return whether it is stored: not if it is too large, or if another has come before. Raise
+        `Overloaded` without memory.
+        """
         await self.drop_expired()
         present = self._records.get(owner, OrderedDict()).get(name)
         changed = replaces is not None and (present is None or present.data != replaces)
@@ -258,7 +233,7 @@ return 1
 
 
 class SharedExpiringRecords:
-    """The `ExpiringRecords` of all gateways on one Redis."""
+    """The records of all gateways on one Redis. All methods raise `RecordsUnwritable`."""
 
     def __init__(
         self, redis: RedisClient, sealer: Sealer, *, limit_bytes: int = TOTAL_LIMIT_BYTES
@@ -283,8 +258,10 @@ class SharedExpiringRecords:
             reply = await self._get(keys=[*_INDEX, *keys], args=[_TTL_MS, room])
             if isinstance(reply, int):
                 return reply
+            if not isinstance(reply, list) or len(reply) > len(keys):
+                raise ValueError("not a list of records")
             # A missing record is false in Lua, which ends no list.
-            return [text if isinstance(text, str) else None for text in _list(reply, len(keys))]
+            return [*reply, *[None] * (len(keys) - len(reply))]
 
         hold(_FORMS * room)
         try:
@@ -349,13 +326,10 @@ class SharedExpiringRecords:
         return data if inflater.eof else None
 
 
+ExpiringRecords = MemoryRecords | SharedExpiringRecords
+
+
 def _key(owner: str, name: str) -> str:
     """Return the key of a record; it names neither owner nor record, but groups those of one."""
     group = blake2b(owner.encode(), digest_size=8).hexdigest()
     return f"{_PREFIX}kept:{group}:{blake2b(name.encode(), digest_size=16).hexdigest()}"
-
-
-def _list(reply: Any, length: int) -> list[Any]:
-    if not isinstance(reply, list) or len(reply) > length:
-        raise ValueError("not a list of records")
-    return [*reply, *[None] * (length - len(reply))]

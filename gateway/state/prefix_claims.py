@@ -5,14 +5,13 @@ A lost claim costs one prompt that is read again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 
-from gateway.routing.prefix_affinity import (
-    MAX_PENDING_CLAIMS,
-    PrefixClaim,
-    PrefixIndex,
-)
+from pydantic import TypeAdapter, ValidationError
+
+from gateway.routing.prefix_affinity import MAX_PENDING_CLAIMS, PrefixClaim, PrefixIndex
 from gateway.state.redis import RedisClient
 from gateway.state.shared_stream import SharedStream, StreamEntry
 from gateway.state.shares import CLAIMS
@@ -21,6 +20,7 @@ _MAX_ENTRIES = 200_000
 """One for each turn."""
 _MORE_PAGES = 4
 """Of claims that a gateway reads in one exchange if it has just started."""
+_CLAIM = TypeAdapter(PrefixClaim)
 
 
 class SharedPrefixClaims:
@@ -46,15 +46,5 @@ class SharedPrefixClaims:
 
     def _merge(self, entries: Iterable[StreamEntry]) -> None:
         for entry in entries:
-            if (claim := _parse(entry.text)) is not None:
-                self._prefixes.merge(claim, entry.age_s)
-
-
-def _parse(text: str) -> PrefixClaim | None:
-    """Parse a claim; return None for one of another version of Paceline."""
-    try:
-        ends, worker_id, boot_id, ttl_s = json.loads(text)
-        keys = tuple([(str(key), int(tokens)) for key, tokens in ends])
-        return PrefixClaim(keys, str(worker_id), str(boot_id), float(ttl_s))
-    except (TypeError, ValueError):
-        return None
+            with contextlib.suppress(ValidationError):  # of another version of Paceline
+                self._prefixes.merge(_CLAIM.validate_json(entry.text), entry.age_s)

@@ -98,7 +98,10 @@ class SharedErrors:
         """Send the errors of this gateway since the last exchange, and merge those of others."""
         self._unsent = [*self._unsent, *self._errors.take_pending()][-MAX_ERRORS:]
         now_s = self._wall()
-        texts = [_to_text(record, now_s) for record in self._unsent]
+        texts = [
+            json.dumps(record.model_dump(exclude={"unix_s"}) | {"age_s": now_s - record.unix_s})
+            for record in self._unsent
+        ]
         entries = await self._stream.exchange(texts)
         self._unsent = []
         for entry in entries:
@@ -108,11 +111,6 @@ class SharedErrors:
                 self._merged[entry.entry_id] = None
         for entry_id in tuple(self._merged)[: -2 * _MAX_ENTRIES]:
             del self._merged[entry_id]
-
-
-def _to_text(record: ErrorRecord, now_s: float) -> str:
-    fields = record.model_dump(exclude={"unix_s"})
-    return json.dumps({**fields, "age_s": round(now_s - record.unix_s, 3)})
 
 
 def _parse(text: str, sent_s: float) -> ErrorRecord | None:

@@ -22,7 +22,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 from gateway.state.disk_thread import DiskThread
@@ -38,32 +38,6 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 
 log = logging.getLogger(__name__)
-
-
-class Records(Protocol):
-    """Records of several kinds, each a JSON text under a name."""
-
-    @property
-    def remote(self) -> bool:
-        """Return whether they are on another machine, which may be unreachable."""
-
-    def is_current(self, kind: str) -> bool:
-        """Return whether `all` returns the stored records, not a copy of an earlier process."""
-
-    async def all(self, kind: str) -> Mapping[str, str]:
-        """Return all records of a kind by name, oldest first."""
-
-    async def add(self, kind: str, name: str, text: str) -> bool:
-        """Store a new record; return False, and change nothing, if the name exists."""
-
-    async def replace(self, kind: str, name: str, text: str) -> None:
-        """Store a record in place of the one of that name, if there is one."""
-
-    async def remove(self, kind: str, name: str) -> None:
-        """Remove a record, if there is one of that name."""
-
-    def hold(self, kind: str, name: str, text: str) -> None:
-        """Return a record that could not be added from now on, and add it once that is possible."""
 
 
 class RecordTable:
@@ -140,7 +114,10 @@ class RecordReader(Generic[Value]):
 
 
 class FileRecords:
-    """Records in one file; edits raise `RecordsUnwritable`."""
+    """Records of several kinds in one file, each a JSON text under a name.
+
+    Edits raise `RecordsUnwritable`.
+    """
 
     remote = False
 
@@ -174,11 +151,11 @@ class FileRecords:
         return {**held, **texts.get(kind, {})}
 
     def hold(self, kind: str, name: str, text: str) -> None:
-        """Return a record from now on, and add it once the file can be written."""
+        """Return a record that could not be added, and add it once the file can be written."""
         self._held[kind, name] = text
 
     async def add(self, kind: str, name: str, text: str) -> bool:
-        """Store a new record unless the name exists."""
+        """Store a new record; return False, and change nothing, if the name exists."""
         return await self._change(kind, lambda texts: texts.setdefault(name, text))
 
     async def replace(self, kind: str, name: str, text: str) -> None:
@@ -468,6 +445,9 @@ class RedisRecords:
     def _write_file(self, texts: TextsByKind) -> None:
         with exclusive_writer(self._file):
             write_file(self._file, texts)
+
+
+Records = FileRecords | RedisRecords
 
 
 def _key(kind: str) -> str:

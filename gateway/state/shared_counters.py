@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gateway.state.counters import CounterKey, TakePending
+from gateway.state.counters import CounterKey, MemoryCounters, TakePending
 from gateway.state.redis import RedisClient
 from gateway.state.shared_hash import SharedHash
 from gateway.state.worker_reports import SharedWorkerReports
@@ -22,20 +22,11 @@ from paceline.protocol import WorkerReport
 _SUM = "earlier"
 _FOLD_AFTER_MS = 3_600_000
 _TOMBSTONE_S = 30 * 86_400
-# A process that was folded while Redis was unreachable gets its folded totals, and writes nothing.
-_WRITES = """
-local id, totals = ARGV[4], ARGV[5]
-local result = tombstone(id) or ''
-if result == '' then
-  write(id, string.format('{"updated_ms":%.0f,"totals":', now) .. totals .. '}')
-end
-"""
 
 
 class _Totals(NamedTuple):
     """The totals of one process, and the time of its last write by the clock of Redis."""
 
-    text: str
     updated_ms: int
     totals: Mapping[CounterKey, int]
 
@@ -47,7 +38,7 @@ class SharedCounters:
         self, redis: RedisClient, reports: SharedWorkerReports, take_pending: TakePending = dict
     ) -> None:
         self._reports = reports
-        self._shared = SharedHash(redis, "counters", "totals", _WRITES, _parse)
+        self._shared = SharedHash(redis, "counters", "totals", _parse)
         self._take_pending = take_pending
         self._id = secrets.token_hex(8)
         self._own: Counter[CounterKey] = Counter()
@@ -70,31 +61,40 @@ class SharedCounters:
         return self._reports.reports()
 
     async def exchange(self) -> None:
-        """Write the totals of this process, and read those of others."""
+        """Read the totals of other processes, and write those of this one."""
         self._own.update(self._take_pending())
-        exchanged = await self._shared.exchange([self._id, _totals_json(self._own)])
-        if exchanged.result:
-            # Continue under another id, without the totals that were folded.
-            self._own.subtract(_parse(exchanged.result).totals)
+        now_ms = (await self._shared.read()).now_ms
+        refused = await self._shared.write({self._id: _text(now_ms, self._own)})
+        if folded := refused.get(self._id):
+            # Folded while Redis was unreachable: continue under another id, without those totals.
+            self._own.subtract(_parse(folded).totals)
             self._own = +self._own
             self._id = secrets.token_hex(8)
-            return
-        await self._fold_one(exchanged.now_ms)
+        else:
+            await self._fold_one(now_ms)
 
     async def _fold_one(self, now_ms: int) -> None:
         """Fold the totals of one process that has written nothing for an hour."""
-        for process, one in self._shared.values.items():
+        values = self._shared.values
+        for process, one in values.items():
             if process not in (_SUM, self._id) and now_ms - one.updated_ms > _FOLD_AFTER_MS:
                 summed = Counter(one.totals)
-                if earlier := self._shared.values.get(_SUM):
+                if earlier := values.get(_SUM):
                     summed.update(earlier.totals)
-                new = f'{{"updated_ms":0,"totals":{_totals_json(summed)}}}'
-                await self._shared.fold(process, _SUM, new, tombstone=one.text, keep_s=_TOMBSTONE_S)
+                tombstone = _text(one.updated_ms, one.totals)
+                await self._shared.fold(
+                    process, _SUM, _text(0, summed), tombstone=tombstone, keep_s=_TOMBSTONE_S
+                )
                 return
 
 
-def _totals_json(totals: Mapping[CounterKey, int]) -> str:
-    return json.dumps([[list(key), amount] for key, amount in totals.items()])
+CounterStore = MemoryCounters | SharedCounters
+"""Counters, which only grow, and reports, which later ones of the boot replace."""
+
+
+def _text(updated_ms: int, totals: Mapping[CounterKey, int]) -> str:
+    pairs = [[list(key), amount] for key, amount in totals.items()]
+    return json.dumps({"updated_ms": updated_ms, "totals": pairs}, separators=(",", ":"))
 
 
 def _parse(text: str) -> _Totals:
@@ -102,6 +102,6 @@ def _parse(text: str) -> _Totals:
     try:
         value = json.loads(text)
         totals = {tuple(key): int(amount) for key, amount in value["totals"]}
-        return _Totals(text, int(value["updated_ms"]), totals)
+        return _Totals(int(value["updated_ms"]), totals)
     except (KeyError, TypeError):
         raise ValueError("not the totals of a gateway") from None

@@ -7,8 +7,8 @@ with the clock of Redis, so that no two machines need the same time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from pydantic import BaseModel, Json, ValidationError
 
@@ -24,68 +24,39 @@ from gateway.state.redis import RedisClient
 from gateway.state.shared_hash import SharedHash
 from paceline.protocol import EARLIER_BOOTS, Count, WorkerReport
 
-# The argument maps the names of boots to updates; all fields of an update are optional:
-# {"report": text, "progress": number, "heartbeat_age_ms": number, "left": true}
-_WRITES = """
-local function read(name)
-  local readable, boot = pcall(cjson.decode, redis.call('HGET', KEYS[1], name) or '')
-  if readable and type(boot) == 'table' and boot.first_seen_ms then return boot end
-  return {progress = 0, first_seen_ms = now, left = false}
-end
-for name, update in pairs(cjson.decode(ARGV[4])) do
-  local boot = read(name)
-  -- A gateway may write a heartbeat later than another one that has probed the worker since.
-  local known_ms = (boot.heartbeat_ms or 0) <= now and boot.heartbeat_ms or 0
-  local older = update.heartbeat_age_ms and now - update.heartbeat_age_ms < known_ms
-  local ahead = update.progress and update.progress - boot.progress
-  if ahead and (ahead > 0 or (ahead == 0 and not older)) then
-    boot.progress, boot.report = update.progress, update.report
-  end
-  if update.left then
-    boot.left = true
-  elseif update.heartbeat_age_ms then
-    local heartbeat_ms = now - update.heartbeat_age_ms
-    -- A heartbeat of the future is from before the clock of Redis was set back.
-    if boot.left or (boot.heartbeat_ms or 0) > now then boot.heartbeat_ms = nil end
-    boot.heartbeat_ms = math.max(boot.heartbeat_ms or heartbeat_ms, heartbeat_ms)
-    boot.left = false
-  end
-  if boot.report and not tombstone(name) then write(name, cjson.encode(boot)) end
-end
-local result = ''
-"""
 _TOMBSTONE_S = 86_400
+_ATTEMPTS = 3
+"""Of an exchange: another gateway may write the same boot between a read and a write."""
 _MAX_FOLDED = 4096
 _MAX_PENDING = 1024
 # Others wait until workers that are gone have been folded, one in each exchange.
 _MAX_STORED_WORKERS = 2 * MAX_WORKERS
 
 
-class _Boot(NamedTuple):
-    """One boot of one worker."""
-
-    text: str
-    first_seen_ms: int
-    heartbeat_ms: int | None
-    """None: no gateway had a heartbeat, because the worker is configured by hand."""
-    left: bool
-    report: WorkerReport
-
-
-class _StoredBoot(BaseModel):
-    """The value of a boot in Redis."""
+class _Boot(BaseModel):
+    """One boot of one worker, as Redis has it."""
 
     report: Json[WorkerReport]
+    progress: Count = 0
     first_seen_ms: Count
     heartbeat_ms: Count | None = None
-    left: bool
+    """None: no gateway had a heartbeat, because the worker is configured by hand."""
+    left: bool = False
+
+
+class _Update(NamedTuple):
+    """What a gateway knows of a boot."""
+
+    report: WorkerReport
+    heartbeat_age_s: float | None = None
+    left: bool = False
 
 
 class SharedWorkerReports:
     """The boots that gateways share. Only one task calls `exchange`."""
 
     def __init__(self, redis: RedisClient) -> None:
-        self._shared = SharedHash(redis, "workers", "boots", _WRITES, _parse)
+        self._shared = SharedHash(redis, "workers", "boots", _parse)
         self._pending: dict[str, WorkerReport] = {}
         """Reports that Redis may not have yet."""
         self._folded: dict[str, None] = {}
@@ -118,30 +89,53 @@ class SharedWorkerReports:
         Return the workers with news, and the seconds since their last heartbeat; None: it left.
         """
         sent = dict(self._pending)
-        heartbeats = [one for one in heartbeats if self._has_space(one[0])]
-        updates: dict[str, dict[str, Any]] = {}
-        for name, report in {**{boot_name(one): one for one, _ in heartbeats}, **sent}.items():
-            updates[name] = {"report": report.model_dump_json(), "progress": progress(report)}
+        updates = {name: _Update(report) for name, report in sent.items()}
         for report, age_s in heartbeats:
-            updates[boot_name(report)]["heartbeat_age_ms"] = int(age_s * 1000)
+            if self._has_space(report):
+                name = boot_name(report)
+                updates[name] = _Update(sent.get(name, report), age_s)
         for report in departures:
-            updates.setdefault(boot_name(report), {})["left"] = True
-        exchanged = await self._shared.exchange([json.dumps(updates)])
+            if (name := boot_name(report)) in sent or name in self._shared.values:
+                updates[name] = _Update(sent.get(name, report), left=True)
+        now_ms, updated, unsent = await self._share(updates)
         for name, report in sent.items():
-            if self._pending.get(name) is report:
+            if self._pending.get(name) is report and name not in unsent:
                 del self._pending[name]
-        self._folded |= dict.fromkeys(exchanged.folded)
         for name in tuple(self._folded)[:-_MAX_FOLDED]:
             del self._folded[name]
+        # As written here since: what was read may say that a worker left which has come back.
+        news = [boot for name, boot in self._shared.values.items() if name in updated]
         await self._fold_one()
         self._workers = {boot.report.worker_id for boot in self._shared.values.values()}
-        changes: list[tuple[WorkerReport, float | None]] = []
-        for boot in exchanged.updated.values():
-            if boot.left:
-                changes.append((boot.report, None))
-            elif boot.heartbeat_ms is not None and boot.heartbeat_ms <= exchanged.now_ms:
-                changes.append((boot.report, (exchanged.now_ms - boot.heartbeat_ms) / 1000))
-        return changes
+        return [
+            (boot.report, None if boot.left else (now_ms - (boot.heartbeat_ms or 0)) / 1000)
+            for boot in news
+            if boot.left or (boot.heartbeat_ms is not None and boot.heartbeat_ms <= now_ms)
+        ]
+
+    async def _share(
+        self, updates: dict[str, _Update]
+    ) -> tuple[int, Collection[str], Collection[str]]:
+        """Merge updates into the boots in Redis.
+
+        Return the time, and the names of the boots that were written since the last exchange, and
+        of those that other gateways wrote at the same time.
+        """
+        updated: set[str] = set()
+        for _ in range(_ATTEMPTS):
+            changes = await self._shared.read()
+            updated |= changes.updated.keys()
+            self._folded |= dict.fromkeys(changes.folded)
+            boots = self._shared.values
+            texts = {
+                name: _text(_merge(boots.get(name), update, changes.now_ms))
+                for name, update in updates.items()
+            }
+            refused = await self._shared.write(texts) if texts else {}
+            updates = {name: updates[name] for name, folded in refused.items() if not folded}
+            if not updates:
+                break
+        return changes.now_ms, updated, updates.keys()
 
     def _oldest_first(self) -> list[tuple[str, _Boot]]:
         return sorted(self._shared.values.items(), key=lambda item: item[1].first_seen_ms)
@@ -180,8 +174,9 @@ class SharedWorkerReports:
         into = f"{worker_id}/{boot_id}"
         earlier = self._shared.values.get(into)
         summed = sum_reports(earlier.report if earlier else None, report, boot_id, worker_id)
-        fields = {"first_seen_ms": 0, "left": False, "progress": progress(summed)}
-        text = json.dumps({**fields, "report": summed.model_dump_json()})
+        text = _text(
+            _Boot.model_construct(report=summed, progress=progress(summed), first_seen_ms=0)
+        )
         if await self._shared.fold(name, into, text, tombstone="folded", keep_s=_TOMBSTONE_S):
             self._folded[name] = None
 
@@ -195,10 +190,42 @@ def boot_name(report: WorkerReport) -> str:
     return f"{report.worker_id}/{report.boot_id}"
 
 
+def _merge(boot: _Boot | None, update: _Update, now_ms: int) -> _Boot:
+    """Return a boot with what a gateway knows of it."""
+    age_s = update.heartbeat_age_s
+    heartbeat_ms = None if age_s is None else now_ms - int(age_s * 1000)
+    fresh = _Boot.model_construct(
+        report=update.report,
+        progress=progress(update.report),
+        first_seen_ms=now_ms,
+        heartbeat_ms=heartbeat_ms,
+        left=update.left,
+    )
+    if boot is None:
+        return fresh
+    known_ms = boot.heartbeat_ms or 0
+    if known_ms > now_ms:
+        known_ms = 0  # from before the clock of Redis was set back
+    # A gateway may write a heartbeat later than another one that has probed the worker since.
+    older = heartbeat_ms is not None and heartbeat_ms < known_ms
+    changes: dict[str, object] = {"first_seen_ms": boot.first_seen_ms}
+    if fresh.progress < boot.progress or (fresh.progress == boot.progress and older):
+        changes |= {"report": boot.report, "progress": boot.progress}
+    if heartbeat_ms is None:
+        changes |= {"heartbeat_ms": boot.heartbeat_ms, "left": boot.left or update.left}
+    elif older and not boot.left:
+        changes["heartbeat_ms"] = known_ms
+    return fresh.model_copy(update=changes)
+
+
+def _text(boot: _Boot) -> str:
+    fields = boot.model_dump(exclude={"report"}, exclude_none=True)
+    return json.dumps({**fields, "report": boot.report.model_dump_json()})
+
+
 def _parse(text: str) -> _Boot | None:
     """Parse a boot; return None for text of another version of Paceline, or a damaged one."""
     try:
-        stored = _StoredBoot.model_validate_json(text)
+        return _Boot.model_validate_json(text)
     except ValidationError:
         return None
-    return _Boot(text, stored.first_seen_ms, stored.heartbeat_ms, stored.left, stored.report)

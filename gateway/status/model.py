@@ -83,21 +83,16 @@ class MtpOn(StatusModel):
 Mtp = MtpOff | MtpOn
 
 
-class LanePrefix(StatusModel):
-    """Prefix cache results of workers, for all prompts that are long enough to be cached."""
+class WorkerPrefix(StatusModel):
+    """Prefix cache results of a worker, for all prompts that are long enough to be cached."""
 
     hits: NonNegativeInt
     misses: NonNegativeInt
     cached_tokens: NonNegativeInt
     """Prompt tokens that came from the cache."""
-    tokens_by_kind: dict[str, NonNegativeInt]
-    """These tokens by what they are: of a `system` prompt, of a `conversation`, from `disk`, or
-    `moved` from another worker."""
     moves: dict[str, NonNegativeInt]
     """Transfers of earlier turns from other workers: `moved`, or why they ended before (`absent`,
     `slower`, `busy`, `too_large`, `other_model`, `failed`)."""
-    too_large: NonNegativeInt
-    """Prompts and answers that a worker could not store, for lack of memory."""
 
 
 class Savings(StatusModel):
@@ -114,29 +109,11 @@ class Savings(StatusModel):
     """Seconds that prefilling them would have taken at the measured speed."""
 
 
-class PrefixResults(StatusModel):
-    """Requests by whether their worker had the beginning of their prompt cached."""
-
-    hit: NonNegativeInt
-    miss: NonNegativeInt
-    none: NonNegativeInt
-    """The prompt was too short to be worth a lookup."""
-    unknown: NonNegativeInt
-    """The engine tells no cached tokens."""
-
-
 class Recent(StatusModel):
-    """Requests that ended in the window: of the fleet, a pool, a model, a worker or a lane."""
+    """Requests that reached a worker and ended in the window: of all pools, or of one."""
 
     requests: NonNegativeInt
-    """Requests that reached a worker and ended, with whatever outcome."""
-    failures: NonNegativeInt
-    """Requests that failed because of the worker."""
-    prompt_tokens: NonNegativeInt
-    completion_tokens: NonNegativeInt
-    cached_tokens: NonNegativeInt
-    tokens_per_s: NonNegativeFloat
-    """Throughput: completion tokens of ended requests, over the length of the window."""
+    """With whatever outcome."""
     first_token_s: Percentiles
     """From the complete request body to the first content; streams only."""
     token_s: Percentiles
@@ -147,21 +124,6 @@ class Recent(StatusModel):
     """Time in the queue, of requests that had to wait for a slot."""
     duration_s: Percentiles
     """From the first byte of the request to the last byte of its complete response."""
-    reasons: dict[str, NonNegativeInt]
-    """Requests by routing reason."""
-    prefix: PrefixResults
-    mtp: Mtp
-    """Drafts in the window, as reported in responses. Those do not report `errors` apart from
-    `rejected`; `bypass_counts` are those of `decisions`, in the window."""
-
-
-class FleetRecent(Recent):
-    """Requests that ended in the window, of the whole fleet."""
-
-    answered: NonNegativeInt
-    """Requests that got a response, those that reached no worker included."""
-    errors: NonNegativeInt
-    """The part of `answered` whose response is an error, or ends in one."""
 
 
 class AnswerCounts(StatusModel):
@@ -175,12 +137,8 @@ class AnswerCounts(StatusModel):
 class Window(StatusModel):
     """The time that `recent` and `history` cover."""
 
-    length_s: NonNegativeFloat
-    """As requested by the query."""
     coverage_s: NonNegativeFloat
-    """Less than `length_s` if the gateway started later."""
-    max_length_s: NonNegativeFloat
-    """The longest window that a query may request."""
+    """Less than the query requested if the gateway started later."""
 
 
 class Point(StatusModel):
@@ -194,10 +152,9 @@ class Point(StatusModel):
     tokens_per_s: NonNegativeFloat
     first_token_s: Percentiles
     duration_s: Percentiles
-    drafts: NonNegativeInt
     attempted: NonNegativeInt
+    """Draft tokens, as reported in responses."""
     accepted: NonNegativeInt
-    acceptance_rate: Share
 
 
 WorkerCondition = Literal[
@@ -225,19 +182,11 @@ class Unreported(StatusModel):
     drafts: NonNegativeInt
 
 
-class WorkStatus(StatusModel):
-    """The work of a lane, a worker, a pool or a model."""
-
-    unreported: Unreported
-    prefix: LanePrefix
-    savings: Savings
-    mtp: Mtp
-    recent: Recent
-
-
-class LaneStatus(WorkStatus):
+class LaneStatus(StatusModel):
     """One lane of one worker; counts cover all its boots."""
 
+    unreported: Unreported
+    mtp: Mtp
     slots: NonNegativeInt
     """Rows that may run at the same time; 0 if the worker is gone."""
     running: NonNegativeInt
@@ -247,7 +196,6 @@ class LaneStatus(WorkStatus):
     in_flight: NonNegativeInt
     """Requests that this gateway sent and whose response has not ended."""
     requests: NonNegativeInt
-    prompt_tokens: NonNegativeInt
     completion_tokens: NonNegativeInt
     head_healthy: bool
     """False if the MTP head failed its self-test or keeps failing; the lane then decodes without
@@ -255,25 +203,17 @@ class LaneStatus(WorkStatus):
 
 
 class Ejection(StatusModel):
-    """The current ejection by the circuit breaker; all fields are empty if there is none."""
+    """The current ejection by the circuit breaker; both fields are empty if there is none."""
 
     remaining_s: NonNegativeFloat
     reason: str
-    count: NonNegativeInt
-    """Ejections in a row."""
 
 
 class StartStatus(StatusModel):
-    """The start of a worker; all fields are empty if it has started or is gone."""
+    """The start of a worker; both fields are empty if it has started or is gone."""
 
-    stage: str
-    """`download`, `weights`, `kernels`, `self_test`, or that of a newer worker."""
     description: str
     """The stage for people, such as `compiling kernels, 2 of 3`."""
-    done: NonNegativeInt
-    """Of a download in bytes."""
-    total: NonNegativeInt
-    """0 if unknown."""
     elapsed_s: NonNegativeFloat
     """Seconds since the start began."""
 
@@ -288,9 +228,13 @@ class Absence(StatusModel):
     """The end of the process, or the last heartbeat, in seconds since the epoch."""
 
 
-class WorkerStatus(WorkStatus):
+class WorkerStatus(StatusModel):
     """One worker; counts cover all its boots, past ones too."""
 
+    unreported: Unreported
+    prefix: WorkerPrefix
+    savings: Savings
+    mtp: Mtp
     state: WorkerCondition
     """`gone`: it signed off or its heartbeats stopped; `probation`: it is given requests one by
     one after an ejection; `busy`: it asked for a pause; `unreachable`: this gateway gets its
@@ -304,18 +248,10 @@ class WorkerStatus(WorkStatus):
     """All models that it serves now."""
     labels: tuple[str, ...]
     boots: NonNegativeInt
-    boot_id: str
-    """Empty if the worker is gone."""
     context_tokens: NonNegativeInt
     group_size: NonNegativeInt
     """Machines that serve the model together; `memory_bytes` is of all of them."""
     memory_bytes: NonNegativeInt
-    footprint_bytes: NonNegativeInt
-    """Memory of the whole process of the worker, as the kernel counts it."""
-    footprint_limit_bytes: NonNegativeInt
-    """What that process may take of its machine now; 0 if unknown."""
-    memory_pressure: str
-    """`normal`, `high` (new rows wait) or `critical` (the worker refuses requests)."""
     prefix_cache_bytes: NonNegativeInt
     """The part of `memory_bytes` that the prefix cache uses."""
     heartbeat_age_s: NonNegativeFloat
@@ -324,14 +260,15 @@ class WorkerStatus(WorkStatus):
     absence: Absence
     """A worker that is started again keeps it until it is ready."""
     ejection: Ejection
-    retry_after_s: NonNegativeFloat
-    """Seconds until the worker takes requests again, if it asked for a pause."""
     lanes: dict[str, LaneStatus]
 
 
-class PoolStatus(WorkStatus):
+class PoolStatus(StatusModel):
     """One pool of the policy; counts cover its lanes on all workers."""
 
+    unreported: Unreported
+    mtp: Mtp
+    recent: Recent
     lanes: tuple[str, ...]
     workers: tuple[str, ...]
     """Workers that take requests now."""
@@ -342,10 +279,7 @@ class PoolStatus(WorkStatus):
     in_flight: NonNegativeInt
     """Requests that this gateway sent and whose response has not ended."""
     requests: NonNegativeInt
-    prompt_tokens: NonNegativeInt
     completion_tokens: NonNegativeInt
-    decisions: dict[str, NonNegativeInt]
-    """Requests routed here, by reason."""
 
 
 class Tokens(StatusModel):
@@ -357,9 +291,10 @@ class Tokens(StatusModel):
     """The part of the prompt tokens that came from a prefix cache."""
 
 
-class ModelStatus(WorkStatus):
+class ModelStatus(StatusModel):
     """One model, on all workers that serve it."""
 
+    mtp: Mtp
     workers: tuple[str, ...]
     tokens: Tokens
 
@@ -371,8 +306,6 @@ class GatewayStatus(StatusModel):
     stopping: bool
     uptime_s: NonNegativeFloat
     requests_in_flight: NonNegativeInt
-    event_loop_lag_s: NonNegativeFloat
-    """The longest delay in the last ten seconds."""
     added_latency_s: Percentiles
     """From the complete request body to its dispatch to a worker, less the time in the queue."""
 
@@ -392,17 +325,15 @@ class PolicyStatus(StatusModel):
     """The version of the policy that is active."""
 
     version: NonNegativeInt
-    etag: str
     source: Literal["shipped", "file", "admin"]
     file_problem: str
     """Why the policy file is not in force; empty if it is."""
 
 
 class Decisions(StatusModel):
-    """Requests routed, by pool, route and reason."""
+    """Requests routed, by route and reason."""
 
     total: NonNegativeInt
-    pools: dict[str, NonNegativeInt]
     routes: dict[str, NonNegativeInt]
     reasons: dict[str, NonNegativeInt]
     """By the one reason that the response header names."""
@@ -411,32 +342,21 @@ class Decisions(StatusModel):
     several."""
 
 
-class FleetPrefix(PrefixResults):
-    """Prefix cache results of all requests, and this gateway's index of cached prompts."""
+class FleetPrefix(StatusModel):
+    """Prefix cache results of all requests."""
 
+    hit: NonNegativeInt
+    miss: NonNegativeInt
+    none: NonNegativeInt
+    """The prompt was too short to be worth a lookup."""
+    unknown: NonNegativeInt
+    """The engine tells no cached tokens."""
     tokens_by_kind: dict[str, NonNegativeInt]
     """Prompt tokens that workers did not read again: of a `system` prompt, of a `conversation`,
     from `disk`, or `moved` from another worker."""
     not_reused: dict[str, NonNegativeInt]
     """Requests whose worker read earlier turns again, by why: `changed at message 3`, `evicted`,
     `other Mac`. `too large`: prompts and answers that a worker had no room to keep."""
-    index_size: NonNegativeInt
-    """Ends of messages and system prompts that this gateway expects in a worker's cache."""
-    mispredicted: NonNegativeInt
-    """Expected cache hits that turned out to be misses."""
-
-
-class SpeculationAndReuse(StatusModel):
-    """Requests of the last ten minutes that could draft and reuse earlier tokens at once."""
-
-    alarm: bool
-    """On one worker several requests had one of the two, and none had both."""
-    problem: str
-    """The alarm in a sentence; empty without one."""
-    both: NonNegativeInt
-    drafted_only: NonNegativeInt
-    reused_only: NonNegativeInt
-    neither: NonNegativeInt
 
 
 class Status(StatusModel):
@@ -450,7 +370,7 @@ class Status(StatusModel):
     policy: PolicyStatus
     mtp: Mtp
     savings: Savings
-    recent: FleetRecent
+    recent: Recent
     last_minute: AnswerCounts
     last_hour: AnswerCounts
     """The last 60 to 61 minutes, less after a start."""
@@ -460,15 +380,9 @@ class Status(StatusModel):
     outcomes: dict[str, NonNegativeInt]
     errors: dict[str, NonNegativeInt]
     """Error responses, by code."""
-    retries: NonNegativeInt
     failovers: NonNegativeInt
     """How often requests went on at another worker after one that had begun them."""
-    retries_delayed: NonNegativeInt
-    """Retries of this gateway that waited because the retry budget was spent."""
-    quarantined_bodies: NonNegativeInt
-    """Request bodies that this gateway blocks because two workers crashed while processing them."""
     prefix: FleetPrefix
-    speculation_and_reuse: SpeculationAndReuse
     pools: dict[str, PoolStatus]
     models: dict[str, ModelStatus]
     workers: dict[str, WorkerStatus]

@@ -15,11 +15,9 @@ from typing import Any
 from gateway.errors import FieldInvalid
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import WorkerState
-from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.state.counters import CounterKey, sum_lanes
 from gateway.status import model
 from gateway.telemetry import engine_counts, stats
-from gateway.telemetry.speculation_and_reuse import alarm_of
 from gateway.types import Outcome
 from paceline import protocol
 from policies.document import PolicyDocument
@@ -28,14 +26,15 @@ from policies.sections import Pool
 DEFAULT_WINDOW = "5m"
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})(s|m)")
 _SECONDS = {"s": 1.0, "m": 60.0}
-_LANE_FIELDS = set(
-    "slots running waiting requests prompt_tokens completion_tokens head_healthy".split()
-)
+_LANE_FIELDS = set("slots running waiting requests completion_tokens head_healthy".split())
 """The fields of a lane that its report has too."""
+_PREFIX_FIELDS = set(model.WorkerPrefix.model_fields)
 _NO_LOAD = dict.fromkeys(
     ("slots", "running", "waiting", "requested_draft_tokens", "effective_draft_tokens"), 0
 )
 _STARTS_SHOWN = 4
+_PREFIX_RESULTS = ("hit", "miss", "none", "unknown")
+_TOKENS = ("prompt", "completion", "cached")
 _ERRORS = (Outcome.REFUSED, Outcome.UNSERVED, Outcome.FAILED)
 _MINUTE_S = 60.0
 _HOUR_S = 3600.0
@@ -68,7 +67,6 @@ class FleetRenderer:
     fleet: WorkerRegistry
     queued: Callable[[str], int]
     in_flight: Callable[[str], int]
-    prefix_index: PrefixIndex
     reports: tuple[protocol.WorkerReport, ...]
     counts: Mapping[CounterKey, int]
     window: WindowStats
@@ -90,31 +88,27 @@ class FleetRenderer:
     def render(self) -> dict[str, Any]:
         """Return the fields by name."""
         lanes = _lanes(self.reports)
-        mtp = mtp_status(lanes)
         prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
+        too_large = {"too large": prefix.too_large} if prefix.too_large else {}
         served = {name for worker in self._workers.values() for name in worker.models}
         models = {report.model for report in self.reports} | served
         return {
-            "window": self.window.extent,
-            "mtp": mtp,
+            "window": model.Window(coverage_s=round(self.window.seconds, 3)),
+            "mtp": mtp_status(lanes),
             "savings": _savings(lanes),
-            "recent": model.FleetRecent(**dict(self.window.recent(mtp)), **self.window.answers()),
+            "recent": self.window.recent(),
             "last_minute": model.AnswerCounts(**self.window.answers(_MINUTE_S)),
             "last_hour": model.AnswerCounts(**self.window.answers(_HOUR_S)),
             "history": self.window.history(),
             "decisions": _decisions(self.counts),
             "outcomes": _family(self.counts, "outcomes"),
             "errors": _family(self.counts, "errors"),
-            "retries": self.counts.get(("retries",), 0),
             "failovers": self.counts.get(("failovers",), 0),
             "prefix": model.FleetPrefix(
-                **_prefix_results(_family(self.counts, "prefix")),
+                **{name: self.counts.get(("prefix", name), 0) for name in _PREFIX_RESULTS},
                 tokens_by_kind=prefix.tokens_by_kind,
-                not_reused=_not_reused(self.counts, prefix),
-                index_size=len(self.prefix_index),
-                mispredicted=self.prefix_index.mispredicted,
+                not_reused=_family(self.counts, "not_reused") | too_large,
             ),
-            "speculation_and_reuse": self.window.speculation_and_reuse(),
             "pools": {name: self._pool(name, pool) for name, pool in self.policy.pools.items()},
             "models": {name: self._model(name) for name in sorted(models)},
             "workers": {
@@ -126,8 +120,11 @@ class FleetRenderer:
     def _pool(self, name: str, pool: Pool) -> model.PoolStatus:
         present = self.fleet.pool_lanes(name, pool)
         accepting = [(worker, lane) for worker, lane in present if self.fleet.is_available(worker)]
-        lanes = self._all_pool_lanes(name, pool)
-        members = {one.worker_id for one in self.reports if self._belongs(one, pool)}
+        # Of all boots of its workers, those that are gone too.
+        members = [report for report in self.reports if self._belongs(report, pool)]
+        names = (name, *pool.lanes)
+        lanes = tuple(lane for lane in _lanes(members) if lane.name in names)
+        ids = {report.worker_id for report in members}
         return model.PoolStatus(
             lanes=pool.lanes,
             workers=tuple(sorted({worker.report.worker_id for worker, _ in accepting})),
@@ -137,24 +134,10 @@ class FleetRenderer:
             waiting=self.queued(name) + sum(lane.waiting for _, lane in present),
             in_flight=self.in_flight(name),
             requests=sum(lane.requests for lane in lanes),
-            prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
             completion_tokens=sum(lane.completion_tokens for lane in lanes),
-            decisions=_decisions(self.counts, name).reasons,
-            **self._sums(
-                lanes,
-                lambda key: key.pool == name,
-                lambda place: place.worker_id in members and place.lane in (name, *pool.lanes),
-            ),
-        )
-
-    def _all_pool_lanes(self, name: str, pool: Pool) -> tuple[protocol.LaneReport, ...]:
-        """List the lanes of all boots of a pool's workers, including those that are gone."""
-        return tuple(
-            lane
-            for report in self.reports
-            if self._belongs(report, pool)
-            for lane in report.lanes
-            if lane.name == name or lane.name in pool.lanes
+            mtp=mtp_status(lanes),
+            unreported=self._unreported(lambda at: at.worker_id in ids and at.lane in names),
+            recent=self.window.recent(name),
         )
 
     def _belongs(self, report: protocol.WorkerReport, pool: Pool) -> bool:
@@ -162,15 +145,12 @@ class FleetRenderer:
         return pool.accepts(report.labels, worker.models if worker else (report.model,))
 
     def _model(self, name: str) -> model.ModelStatus:
-        lanes = _lanes(report for report in self.reports if report.model == name)
         serving = [one.report.worker_id for one in self._workers.values() if name in one.models]
-        kinds = ("prompt", "completion", "cached")
+        tokens = {kind: self.counts.get(("tokens", name, kind), 0) for kind in _TOKENS}
         return model.ModelStatus(
             workers=tuple(sorted(serving)),
-            tokens=model.Tokens(
-                **{kind: self.counts.get(("tokens", name, kind), 0) for kind in kinds}
-            ),
-            **self._sums(lanes, lambda key: key.model == name, lambda place: place.model == name),
+            tokens=model.Tokens(**tokens),
+            mtp=mtp_status(_lanes(report for report in self.reports if report.model == name)),
         )
 
     def _worker(self, worker_id: str) -> model.WorkerStatus:
@@ -178,9 +158,10 @@ class FleetRenderer:
         worker = self._workers.get(worker_id)
         latest = worker.report if worker else reports[-1]
         lanes = _lanes(reports)
-        age_s = self.fleet.heartbeat_age_s(worker) if worker else 0.0
+        prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
+        age_s = worker.heartbeat_age_s if worker else 0.0
         return model.WorkerStatus(
-            state=worker_state(self.fleet, worker),
+            state=worker_state(worker),
             problem=worker.problem if worker else "",
             kind=worker.backend.kind if worker else "",
             model=latest.model,
@@ -188,24 +169,18 @@ class FleetRenderer:
             labels=latest.labels,
             group_size=latest.group_size,
             boots=sum(report.boot_id != engine_counts.BOOT_ID for report in reports),
-            boot_id=latest.boot_id if worker else "",
             context_tokens=latest.context_tokens,
             memory_bytes=latest.memory_bytes if worker else 0,
-            footprint_bytes=latest.footprint_bytes if worker else 0,
-            footprint_limit_bytes=latest.footprint_limit_bytes if worker else 0,
-            memory_pressure=latest.memory_pressure if worker else "normal",
             prefix_cache_bytes=latest.prefix_cache_bytes if worker else 0,
             heartbeat_age_s=round(max(0.0, age_s), 3),
-            start=_start(self.fleet, worker),
+            start=_start(worker),
             absence=self._absence(worker_id),
-            ejection=_ejection(self.fleet, worker),
-            retry_after_s=round(self.fleet.busy_for_s(worker), 3) if worker else 0.0,
+            ejection=_ejection(worker),
             lanes={lane.name: self._lane(lane, worker_id) for lane in sum_lanes(lanes)},
-            **self._sums(
-                lanes,
-                lambda key: key.worker_id == worker_id,
-                lambda place: place.worker_id == worker_id,
-            ),
+            mtp=mtp_status(lanes),
+            savings=_savings(lanes),
+            prefix=model.WorkerPrefix(**prefix.model_dump(include=_PREFIX_FIELDS)),
+            unreported=self._unreported(lambda at: at.worker_id == worker_id),
         )
 
     def _absence(self, worker_id: str) -> model.Absence:
@@ -217,44 +192,24 @@ class FleetRenderer:
 
     def _lane(self, lane: protocol.LaneReport, worker_id: str) -> model.LaneStatus:
         worker = self._workers.get(worker_id)
+        place = (worker_id, lane.name)
         return model.LaneStatus(
             **lane.model_dump(include=_LANE_FIELDS),
             in_flight=worker.in_flight[lane.name] if worker else 0,
-            **self._sums(
-                (lane,),
-                lambda key: key.worker_id == worker_id and key.lane == lane.name,
-                lambda place: place.worker_id == worker_id and place.lane == lane.name,
-            ),
+            mtp=mtp_status((lane,)),
+            unreported=self._unreported(lambda at: (at.worker_id, at.lane) == place),
         )
 
-    def _sums(
-        self,
-        lanes: tuple[protocol.LaneReport, ...],
-        matches: Callable[[stats.LaneKey], bool],
-        untold_at: Callable[[engine_counts.LanePlace], bool],
-    ) -> dict[str, Any]:
-        """Return the fields of `WorkStatus`.
-
-        `matches` selects the lanes of the window, `untold_at` those of engines.
-        """
-        prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
-        mtp = mtp_status(lanes)
+    def _unreported(self, matches: Callable[[engine_counts.LanePlace], bool]) -> model.Unreported:
+        """Sum what the matching lanes of engines did not tell."""
         untold = Counter[str]()
         for place, counts in self._untold.items():
-            if untold_at(place):
+            if matches(place):
                 untold.update(counts)
-        return {
-            "unreported": model.Unreported(
-                **{name: untold[name] for name in model.Unreported.model_fields}
-            ),
-            "prefix": model.LanePrefix(**prefix.model_dump()),
-            "savings": _savings(lanes),
-            "mtp": mtp,
-            "recent": self.window.recent(mtp, matches),
-        }
+        return model.Unreported(**{name: untold[name] for name in model.Unreported.model_fields})
 
 
-def worker_state(fleet: WorkerRegistry, worker: WorkerState | None) -> model.WorkerCondition:
+def worker_state(worker: WorkerState | None) -> model.WorkerCondition:
     """Return the state of a worker in one word; the first that applies."""
     if worker is None:
         return "gone"
@@ -263,8 +218,8 @@ def worker_state(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Wor
         ("starting", not worker.report.ready),
         ("unreachable", bool(worker.problem)),
         ("cordoned", worker.cordoned),
-        ("ejected", fleet.ejected_for_s(worker) > 0),
-        ("busy", fleet.busy_for_s(worker) > 0),
+        ("ejected", worker.ejected_for_s > 0),
+        ("busy", worker.busy_for_s > 0),
         ("probation", worker.breaker.probation_limit is not None),
     )
     return next((condition for condition, applies in conditions if applies), "ready")
@@ -283,42 +238,28 @@ class WindowStats:
         self._history = history
         self._now = now = history.take_snapshot()
         self._snapshots = history.window(now, length_s)
-        self._now_s = now.at_s
         begin = self._snapshots[0]
-        self._seconds = now.at_s - begin.at_s
+        self.seconds = now.at_s - begin.at_s
         self._lanes = now.minus(begin)
         self._all_lanes = now.all_lanes.minus(begin.all_lanes)
-        self.extent = model.Window(
-            length_s=length_s, coverage_s=round(self._seconds, 3), max_length_s=stats.MAX_WINDOW_S
-        )
 
     @property
     def added_latency_s(self) -> model.Percentiles:
         """The latency that this gateway added to requests."""
         return _percentiles(self._all_lanes.added_latency_s)
 
-    def recent(
-        self, mtp: model.Mtp, matches: Callable[[stats.LaneKey], bool] | None = None
-    ) -> model.Recent:
-        """Return the sum over the matching lanes (default: all); `mtp` holds their draft counts."""
+    def recent(self, pool: str | None = None) -> model.Recent:
+        """Return the sum over the lanes of a pool, or over all."""
         totals = self._all_lanes
-        if matches is not None:
-            totals = stats.sum_totals(lane for key, lane in self._lanes.items() if matches(key))
+        if pool is not None:
+            totals = stats.sum_totals(lane for key, lane in self._lanes.items() if key.pool == pool)
         return model.Recent(
             requests=totals.requests,
-            failures=totals.failures,
-            prompt_tokens=totals.prompt_tokens,
-            completion_tokens=totals.completion_tokens,
-            cached_tokens=totals.cached_tokens,
-            tokens_per_s=_rate(totals.completion_tokens, self._seconds),
             first_token_s=_percentiles(totals.first_token_s),
             token_s=_percentiles(totals.token_s),
             request_tokens_per_s=_speeds(totals.token_s),
             wait_s=_percentiles(totals.wait_s),
             duration_s=_percentiles(totals.duration_s),
-            reasons=dict(sorted(totals.reasons.items())),
-            prefix=model.PrefixResults(**_prefix_results(totals.prefix)),
-            mtp=_recent_mtp(totals, mtp),
         )
 
     def answers(self, length_s: float | None = None) -> dict[str, Any]:
@@ -332,13 +273,6 @@ class WindowStats:
         errors = sum(counts[outcome] for outcome in _ERRORS)
         return {"answered": counts[Outcome.COMPLETED] + errors, "errors": errors}
 
-    def speculation_and_reuse(self) -> model.SpeculationAndReuse:
-        """Return the alarm of the last ten minutes."""
-        alarm = alarm_of(self._history, self._now)
-        return model.SpeculationAndReuse(
-            alarm=bool(alarm.problem), problem=alarm.problem, **alarm.counts
-        )
-
     def history(self) -> tuple[model.Point, ...]:
         """Return the intervals of the window, oldest first."""
         points = []
@@ -347,33 +281,24 @@ class WindowStats:
             interval_s = later.at_s - earlier.at_s
             points.append(
                 model.Point(
-                    age_s=round(self._now_s - later.at_s, 3),
+                    age_s=round(self._now.at_s - later.at_s, 3),
                     interval_s=round(interval_s, 3),
                     requests=totals.requests,
                     tokens_per_s=_rate(totals.completion_tokens, interval_s),
                     first_token_s=_percentiles(totals.first_token_s),
                     duration_s=_percentiles(totals.duration_s),
-                    drafts=totals.drafts,
                     attempted=totals.drafted,
                     accepted=totals.accepted,
-                    acceptance_rate=_share(totals.accepted, totals.drafted),
                 )
             )
         return tuple(points)
 
 
-def _start(fleet: WorkerRegistry, worker: WorkerState | None) -> model.StartStatus:
-    progress = worker.report.start if worker else None
-    if worker is None or progress is None:
-        return model.StartStatus(stage="", description="", done=0, total=0, elapsed_s=0.0)
-    age_s = max(0.0, fleet.heartbeat_age_s(worker))
-    return model.StartStatus(
-        stage=progress.stage,
-        description=progress.description,
-        done=progress.done,
-        total=progress.total,
-        elapsed_s=round(progress.elapsed_s + age_s, 1),
-    )
+def _start(worker: WorkerState | None) -> model.StartStatus:
+    if worker is None or (progress := worker.report.start) is None:
+        return model.StartStatus(description="", elapsed_s=0.0)
+    elapsed_s = progress.elapsed_s + max(0.0, worker.heartbeat_age_s)
+    return model.StartStatus(description=progress.description, elapsed_s=round(elapsed_s, 1))
 
 
 def starting_workers(fleet: WorkerRegistry) -> str:
@@ -381,18 +306,16 @@ def starting_workers(fleet: WorkerRegistry) -> str:
     starts = [
         f"{worker.report.worker_id} ({start.description}, {start.elapsed_s:.0f} s)"
         for worker in fleet.workers()
-        if (start := _start(fleet, worker)).stage
+        if (start := _start(worker)).description
     ]
     more = f" and {len(starts) - _STARTS_SHOWN} more" if len(starts) > _STARTS_SHOWN else ""
     return ", ".join(starts[:_STARTS_SHOWN]) + more
 
 
-def _ejection(fleet: WorkerRegistry, worker: WorkerState | None) -> model.Ejection:
-    remaining_s = fleet.ejected_for_s(worker) if worker else 0.0
-    reason, count = "", 0
-    if worker is not None and remaining_s:
-        reason, count = worker.breaker.reason, worker.breaker.ejections
-    return model.Ejection(remaining_s=round(remaining_s, 3), reason=reason, count=count)
+def _ejection(worker: WorkerState | None) -> model.Ejection:
+    remaining_s = worker.ejected_for_s if worker else 0.0
+    reason = worker.breaker.reason if worker is not None and remaining_s else ""
+    return model.Ejection(remaining_s=round(remaining_s, 3), reason=reason)
 
 
 def _savings(lanes: tuple[protocol.LaneReport, ...]) -> model.Savings:
@@ -403,26 +326,6 @@ def _savings(lanes: tuple[protocol.LaneReport, ...]) -> model.Savings:
         prompt_tokens=sum(lane.prefix.cached_tokens for lane in lanes),
         prompt_s=time.prefill_ms / 1000,
     )
-
-
-def _recent_mtp(totals: stats.LaneTotals, mtp: model.Mtp) -> model.Mtp:
-    """Return the draft counts of responses in the window; `mtp` holds those of the reports."""
-    if isinstance(mtp, model.MtpOff) and not totals.drafts:
-        return mtp
-    requested = effective = longest = max(totals.histogram, default=0)
-    if isinstance(mtp, model.MtpOn):
-        requested, effective = mtp.requested_draft_tokens, mtp.effective_draft_tokens
-    positions = range(max(longest, requested) + 1)
-    counts = protocol.Speculation(
-        steps=totals.drafts,
-        drafted=totals.drafted,
-        accepted=totals.accepted,
-        histogram=tuple(totals.histogram.get(accepted, 0) for accepted in positions),
-        drafted_by_source=dict(totals.drafted_by_source),
-        accepted_by_source=dict(totals.accepted_by_source),
-    )
-    block = protocol.draft_block(counts, requested, effective, totals.bypass)
-    return model.MtpOn.model_validate(block)
 
 
 def _mark_past_boots(
@@ -444,36 +347,23 @@ def _lanes(reports: Iterable[protocol.WorkerReport]) -> tuple[protocol.LaneRepor
     return tuple(lane for report in reports for lane in report.lanes)
 
 
-def _decisions(counts: Mapping[CounterKey, int], only_pool: str | None = None) -> model.Decisions:
-    """Sum the decisions for all pools, or for one, by pool, route and reason."""
-    pools, routes, reasons = Counter[str](), Counter[str](), Counter[str]()
+def _decisions(counts: Mapping[CounterKey, int]) -> model.Decisions:
+    """Sum the decisions by route and reason."""
+    routes, reasons = Counter[str](), Counter[str]()
     for key, count in sorted(counts.items()):
         match key:
-            case ("decisions", pool, route, reason) if only_pool in (None, pool):
-                pools[pool] += count
+            case ("decisions", _, route, reason):
                 routes[route] += count
                 reasons[reason] += count
+    bypass = _family(counts, "bypass")
     return model.Decisions(
-        total=pools.total(),
-        pools=pools,
-        routes=routes,
-        reasons=reasons,
-        bypass_counts=_family(counts, "bypass"),
+        total=routes.total(), routes=routes, reasons=reasons, bypass_counts=bypass
     )
 
 
 def _family(counts: Mapping[CounterKey, int], family: str) -> dict[str, int]:
     """Return the counts of one family by their label."""
     return {key[1]: count for key, count in sorted(counts.items()) if key[0] == family}
-
-
-def _not_reused(counts: Mapping[CounterKey, int], prefix: protocol.PrefixCounts) -> dict[str, int]:
-    too_large = {"too large": prefix.too_large} if prefix.too_large else {}
-    return _family(counts, "not_reused") | too_large
-
-
-def _prefix_results(counts: Mapping[str, int]) -> dict[str, int]:
-    return {result: counts.get(result, 0) for result in ("hit", "miss", "none", "unknown")}
 
 
 def _percentiles(buckets: stats.Buckets) -> model.Percentiles:
@@ -492,7 +382,3 @@ def _speeds(token_s: stats.Buckets) -> model.Percentiles:
 
 def _rate(count: int, per: float) -> float:
     return count / per if per else 0.0
-
-
-def _share(part: int, whole: int) -> float:
-    return min(1.0, part / whole) if whole else 0.0

@@ -1,7 +1,7 @@
 """The access log: one JSON line for each request, without any of its text.
 
-A thread writes the lines from a bounded queue, so neither requests nor shutdown wait for a slow
-disk or a blocked pipe.
+A thread writes the lines a few times a second, from a bounded queue, so neither requests nor
+shutdown wait for a slow disk or a blocked pipe.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ import atexit
 import logging
 import sys
 import time
+from collections import deque
 from datetime import UTC, datetime
 from io import TextIOWrapper
-from logging.handlers import QueueListener, WatchedFileHandler
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from queue import Full, Queue
 from threading import Event, Lock, Thread
 from typing import Any, Self
 
-from pydantic_core import to_json
-
 from gateway.errors import StartupError
+from gateway.strict_json import encode_json
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Drafts
 
@@ -45,56 +44,39 @@ class AccessLog:
     """
 
     def __init__(self, target: str) -> None:
-        self._queue: Queue[logging.LogRecord | None] = Queue(_QUEUE_LIMIT)
+        self._lines: deque[str] = deque()
         self._losses = _LossCounter()
         self._file = _LogFile(target, self._losses)
-        self._listener = _BatchListener(self._queue, self._file)
+        self._stopping = Event()
+        self._thread = Thread(target=self._write_lines, name="access log", daemon=True)
 
     def write(self, record: RequestRecord, unix_s: float) -> None:
         """Queue the line of one request, or drop it if the queue is full."""
-        line = to_json(access_log_entry(record, unix_s), inf_nan_mode="null").decode()
-        try:
-            self._queue.put_nowait(logging.makeLogRecord({"msg": line}))
-        except Full:
+        if len(self._lines) < _QUEUE_LIMIT:
+            self._lines.append(encode_json(access_log_entry(record, unix_s)).decode())
+        else:
             self._losses.add("queue full")
 
     async def __aenter__(self) -> Self:
-        self._listener.start()
+        self._thread.start()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        closing = Thread(target=self._close, name="access log", daemon=True)
-        closing.start()
-        await asyncio.to_thread(closing.join, _CLOSE_TIMEOUT_S)
-        if closing.is_alive():
+        self._stopping.set()
+        await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
             log.warning("access_log.close_timeout")
             # At exit `logging` would wait for the lock of the handler whose write is blocked.
             atexit.unregister(logging.shutdown)
         self._losses.log()
 
-    def _close(self) -> None:
-        self._listener.stop()
+    def _write_lines(self) -> None:
+        stopping = False
+        while not stopping:
+            stopping = self._stopping.wait(_WRITE_INTERVAL_S)
+            while self._lines:
+                self._file.handle(logging.makeLogRecord({"msg": self._lines.popleft()}))
         self._file.close()
-
-
-class _BatchListener(QueueListener):
-    """A listener that wakes up a few times a second, not once for every request."""
-
-    def __init__(self, queue: Queue[logging.LogRecord | None], handler: logging.Handler) -> None:
-        super().__init__(queue, handler)
-        self._lines = queue
-        self._stopping = Event()
-
-    def dequeue(self, block: bool) -> logging.LogRecord:
-        """Return the next line; wait for a batch to gather if there is none."""
-        if self._lines.empty():
-            self._stopping.wait(_WRITE_INTERVAL_S)
-        return super().dequeue(block)
-
-    def enqueue_sentinel(self) -> None:
-        """Wait for space in a full queue, unlike the base class."""
-        self._stopping.set()
-        self._lines.put(None)
 
 
 class _LogFile(WatchedFileHandler):
@@ -160,7 +142,7 @@ def access_log_entry(record: RequestRecord, unix_s: float) -> dict[str, Any]:
     """Return the fields of one line: our own names and numbers, no text that a client sent."""
     candidate, decision, usage = record.candidate, record.decision, record.usage
     drafts = record.drafts or _NO_DRAFTS
-    profile = None if record.inspected is None else record.inspected.profile
+    profile = record.profile
     return {
         "event": "request.done",
         "time": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds"),

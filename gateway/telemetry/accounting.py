@@ -54,7 +54,7 @@ class Accounting:
 
     def account(self, record: RequestRecord) -> None:
         """Count one finished request; never wait, and never raise an error."""
-        candidate, decision, inspected = record.candidate, record.decision, record.inspected
+        candidate, decision, profile = record.candidate, record.decision, record.profile
         usage = record.usage
         # The fields of `_Labels`. A plain tuple: building a named one takes three times as long.
         key = (
@@ -63,7 +63,7 @@ class Accounting:
             record.code,
             "" if usage is UNUSED else record.prefix,
             *(candidate[:4] if candidate else _NO_CANDIDATE),
-            inspected.profile.model if candidate and inspected else "",
+            profile.model if candidate and profile else "",
             *(decision[:2] if decision else _NO_DECISION),
             record.engine,
         )
@@ -73,10 +73,11 @@ class Accounting:
         counters.completion_tokens += usage.completion_tokens
         counters.cached_tokens += usage.cached_tokens
         if record.attempts > 1:
-            counters.retries += record.attempts - 1
-            counters.failovers += record.failovers
-        if record.missed_reuse:
-            counters.missed_reuse[record.missed_reuse] += 1
+            counters.more["retries",] += record.attempts - 1
+            counters.more["failovers",] += record.failovers
+        # A count of isolated ones would tell a client that another team has the same system prompt.
+        if record.missed_reuse and record.missed_reuse != ISOLATED:
+            counters.more["not_reused", record.missed_reuse] += 1
         if record.engine:
             _count_answer(counters.told, record)
         if counters.lane is not None:
@@ -84,7 +85,7 @@ class Accounting:
             expected = record.candidate is not None and record.candidate.cached_tokens
             if expected and (result := speculation_and_reuse.result_of(record)):
                 counters.lane.speculation_and_reuse[result] += 1
-                counters.speculation_and_reuse[result] += 1
+                counters.more["speculation_and_reuse", result] += 1
         if record.spent.requests:
             self._usage_store.add(record.caller, usage, record.spent, self._wall())
         if record.reason and record.outcome is not Outcome.RESENT:
@@ -179,20 +180,18 @@ class _Counters:
     labels: _Labels
     lane: LaneStats | None
     requests: int = 0
-    retries: int = 0
-    failovers: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    missed_reuse: Counter[str] = field(default_factory=Counter)
-    speculation_and_reuse: Counter[str] = field(default_factory=Counter)
+    more: Counter[CounterKey] = field(default_factory=Counter)
+    """What only some requests add."""
     told: Counter[str] = field(default_factory=Counter)
     """What an engine of another kind has told in its answers, and how often it told nothing."""
 
 
 def _error_record(record: RequestRecord, unix_s: float) -> ErrorRecord:
     """Describe a request that ended in an error."""
-    model = record.inspected.profile.model if record.inspected else ""
+    model = record.profile.model if record.profile else ""
     return ErrorRecord(
         unix_s=unix_s,
         request_id=record.request_id,
@@ -259,48 +258,30 @@ def _add(lane: LaneStats, counters: _Counters) -> None:
         lane.prefix[labels.prefix] += counters.requests
 
 
-def _counts(counters: _Counters) -> dict[CounterKey, int]:
+def _counts(counters: _Counters) -> Counter[CounterKey]:
     """Return what flushed counters add to the counts of the fleet."""
-    labels, requests = counters.labels, counters.requests
-    counts: dict[CounterKey, int] = {("outcomes", labels.outcome.value): requests}
+    labels, requests, counts = counters.labels, counters.requests, +counters.more
+    counts["outcomes", labels.outcome.value] = requests
     if labels.code and labels.outcome is not Outcome.RESENT:
         counts["errors", labels.code] = requests
-    if counters.lane is not None:
-        counts["decisions", labels.pool, labels.route, labels.reason] = requests
-        for reason in labels.bypass_reasons:
-            counts["bypass", reason] = requests
-        counts["tokens", labels.model, "prompt"] = counters.prompt_tokens
-        counts["tokens", labels.model, "completion"] = counters.completion_tokens
-        counts["tokens", labels.model, "cached"] = counters.cached_tokens
     if labels.prefix:
         counts["prefix", labels.prefix] = requests
-    counts |= _engine_counts(counters)
-    for reason, missed in counters.missed_reuse.items():
-        # A count of these would tell a client that another team has the same system prompt.
-        if reason != ISOLATED:
-            counts["not_reused", reason] = missed
-    for result, found in counters.speculation_and_reuse.items():
-        counts["speculation_and_reuse", result] = found
-    if counters.retries:
-        counts["retries",] = counters.retries
-    if counters.failovers:
-        counts["failovers",] = counters.failovers
+    if counters.lane is None:
+        return counts
+    counts["decisions", labels.pool, labels.route, labels.reason] = requests
+    for reason in labels.bypass_reasons:
+        counts["bypass", reason] = requests
+    counts["tokens", labels.model, "prompt"] = counters.prompt_tokens
+    counts["tokens", labels.model, "completion"] = counters.completion_tokens
+    counts["tokens", labels.model, "cached"] = counters.cached_tokens
+    if labels.engine:  # it sends no reports
+        told = counters.told
+        told[engine_counts.REQUESTS] = requests
+        told[engine_counts.PROMPT] = counters.prompt_tokens
+        told[engine_counts.COMPLETION] = counters.completion_tokens
+        told[engine_counts.CACHED] = counters.cached_tokens
+        if labels.prefix in engine_counts.RESULTS:
+            told[labels.prefix] = requests
+        place = (engine_counts.FAMILY, labels.worker_id, labels.model, labels.lane)
+        counts.update({(*place, name): count for name, count in told.items() if count})
     return counts
-
-
-def _engine_counts(counters: _Counters) -> dict[CounterKey, int]:
-    """Return the counts of an engine that sends no reports; none for other workers."""
-    labels = counters.labels
-    if not labels.engine or counters.lane is None:
-        return {}
-    named = {
-        engine_counts.REQUESTS: counters.requests,
-        engine_counts.PROMPT: counters.prompt_tokens,
-        engine_counts.COMPLETION: counters.completion_tokens,
-        engine_counts.CACHED: counters.cached_tokens,
-        **counters.told,
-    }
-    if labels.prefix in engine_counts.RESULTS:
-        named[labels.prefix] = counters.requests
-    place = (engine_counts.FAMILY, labels.worker_id, labels.model, labels.lane)
-    return {(*place, name): count for name, count in named.items() if count}

@@ -8,8 +8,8 @@ The speculative decoding metrics have vLLM's names, so `vllm bench serve` and AI
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -27,91 +27,85 @@ from gateway.telemetry.stats import BOUNDS_S, LaneKey, LaneStats, LogHistogram, 
 from paceline import protocol
 
 _SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))
-_MICROSECONDS_UP = tuple(bound for bound in _SHOWN_S if bound <= 1)
-_MILLISECONDS_UP = tuple(bound for bound in _SHOWN_S if bound >= 0.001)
-_TOKEN_S = tuple(bound for bound in _SHOWN_S if 0.0001 <= bound <= 10)
-
-_COUNTERS = (  # family of counts, name, help, labels
-    ("requests", "requests", "Finished requests.", ("pool", "reason", "status")),
-    (
-        "bypass",
-        "bypasses",
-        "Requests kept out of the speculative lane; a request may have several reasons.",
-        ("reason",),
-    ),
-    ("errors", "errors", "Requests that ended with an error, by error code.", ("code",)),
-    (
-        "prefix",
-        "prefixes",
-        "Answered requests by the prefix cache result of their prompt (hit, miss, none, unknown).",
-        ("result",),
-    ),
-    (
-        "not_reused",
-        "prefix_not_reused",
-        "Requests whose worker read earlier turns again, by why.",
-        ("reason",),
-    ),
-    (
-        "speculation_and_reuse",
-        "speculation_and_reuse",
-        "Requests that could draft and reuse earlier tokens, by which of the two they did.",
-        ("result",),
-    ),
-    (
-        "tokens",
-        "tokens",
-        "Tokens of answered requests (prompt, completion); cached tokens are part of the prompt.",
-        ("model_name", "kind"),
-    ),
-    ("retries", "retries", "Attempts after the first one of a request.", ()),
-    (
-        "failovers",
-        "failovers",
-        "How often requests went on at another worker after one that had begun them.",
-        (),
-    ),
-)
-
-
-_HISTOGRAMS = (  # name, help, bounds, field of `LaneStats`, labels
-    (
-        "time_to_first_token",
-        "Time from the complete request body to the first content of a stream.",
-        _MILLISECONDS_UP,
-        "first_token_s",
-        ("pool",),
-    ),
-    (
-        "time_per_output_token",
-        "Time per token of a stream after the first one.",
-        _TOKEN_S,
-        "token_s",
-        ("pool",),
-    ),
-    (
-        "queue_wait",
-        "Time in the queue, of requests that waited for a slot and got one.",
-        _MILLISECONDS_UP,
-        "wait_s",
-        ("pool",),
-    ),
-    (
-        "request_duration",
-        "Time from the first byte of a request to the last byte of its complete response.",
-        _MILLISECONDS_UP,
-        "duration_s",
-        ("pool",),
-    ),
-    (
-        "added_latency",
-        "Time from the complete request body to its dispatch, less the time in the queue.",
-        _MICROSECONDS_UP,
-        "added_latency_s",
-        (),
-    ),
-)
 _WORKER_LABELS = ("model_name", "worker")
+
+
+def _rows(table: str) -> list[tuple[str, ...]]:
+    """Return the words of each first line of two, and the help that the second line has."""
+    lines = table.strip().splitlines()
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return [(*first.split(), second.strip()) for first, second in pairs]
+
+
+_COUNTERS = _rows(  # family of counts, name, labels
+    """
+    requests requests pool,reason,status
+        Finished requests.
+    bypass bypasses reason
+        Requests kept out of the speculative lane; a request may have several reasons.
+    errors errors code
+        Requests that ended with an error, by error code.
+    prefix prefixes result
+        Answered requests by the prefix cache result of their prompt (hit, miss, none, unknown).
+    not_reused prefix_not_reused reason
+        Requests whose worker read earlier turns again, by why.
+    speculation_and_reuse speculation_and_reuse result
+        Requests that could draft and reuse earlier tokens, by which of the two they did.
+    tokens tokens model_name,kind
+        Tokens of answered requests (prompt, completion); cached tokens are part of the prompt.
+    retries retries -
+        Attempts after the first one of a request.
+    failovers failovers -
+        How often requests went on at another worker after one that had begun them.
+    """
+)
+_HISTOGRAMS = _rows(  # field of `LaneStats`, name, least and most seconds of a bound, labels
+    """
+    first_token_s time_to_first_token 1e-3 inf pool
+        Time from the complete request body to the first content of a stream.
+    token_s time_per_output_token 1e-4 10 pool
+        Time per token of a stream after the first one.
+    wait_s queue_wait 1e-3 inf pool
+        Time in the queue, of requests that waited for a slot and got one.
+    duration_s request_duration 1e-3 inf pool
+        Time from the first byte of a request to the last byte of its complete response.
+    added_latency_s added_latency 0 1 -
+        Time from the complete request body to its dispatch, less the time in the queue.
+    """
+)
+_ACCEPTED_AT, _ACCEPTED_AT_TEXT = protocol.VLLM_ACCEPTED_PER_POSITION
+_WORKER_METRICS = [  # part of a worker's counts, field of the part, name, label, help
+    *_rows(
+        """
+        work requests paceline_worker_requests -
+            Requests that have ended.
+        work tokens paceline_worker_tokens kind
+            Tokens of requests that have ended (prompt, completion).
+        work untold paceline_worker_unreported_answers number
+            Answers of engines that did not tell their usage, cached_tokens or drafts.
+        prefix hits paceline_worker_prefix_hits -
+            Prompts with a prefix found in the cache.
+        prefix misses paceline_worker_prefix_misses -
+            Prompts with a prefix not found in the cache.
+        prefix cached_tokens paceline_worker_prefix_cached_tokens -
+            Prompt tokens found in the cache.
+        prefix tokens_by_kind paceline_worker_prefix_reused_tokens kind
+            Prompt tokens found in the cache, by what they are.
+        saved prefill_s paceline_worker_prefix_saved_seconds -
+            Estimated prefill time that the prefix cache saved.
+        saved decode_s paceline_worker_drafting_saved_seconds -
+            Estimated decode time that drafting saved, less its cost.
+        """
+    ),
+    *(("drafts", field, name, "-", text) for field, (name, text) in protocol.VLLM_COUNTERS.items()),
+    ("drafts", "accepted_at", _ACCEPTED_AT, "position", _ACCEPTED_AT_TEXT),
+    *(
+        ("drafts", field, name, "source", text)
+        for field, (name, text) in protocol.COUNTERS_BY_SOURCE.items()
+    ),
+]
+_FALLING = "decode_s"
+"""It falls if drafting costs more than it saves."""
 
 
 def exposition(*collectors: Collector) -> bytes:
@@ -131,11 +125,18 @@ class GatewayMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each metric."""
         totals = self._accounting.totals()
-        for family, name, text, labels in _COUNTERS:
-            yield _counter(totals, family, name, text, labels)
+        for family, name, labels, text in _COUNTERS:
+            metric = CounterMetricFamily(f"paceline_{name}", text, labels=_names(labels))
+            found = {key[1:]: count for key, count in totals.items() if key[0] == family}
+            if labels == "-":
+                found.setdefault((), 0)
+            for values, count in sorted(found.items()):
+                metric.add_metric(values, count)
+            yield metric
         lanes = self._accounting.lane_stats()
-        for name, text, bounds_s, field, labels in _HISTOGRAMS:
-            yield _histogram(lanes, name, text, bounds_s, field, labels=labels)
+        for field, name, least, most, labels, text in _HISTOGRAMS:
+            bounds_s = [bound for bound in _SHOWN_S if float(least) <= bound <= float(most)]
+            yield _histogram(lanes, name, text, bounds_s, field, labels=_names(labels))
 
 
 class WorkerMetrics(Collector):
@@ -159,112 +160,60 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each metric."""
-        yield from self._work()
-        yield from self._speculation()
-        yield from self._prefix_and_savings()
+        workers = {key: self._parts(key, lanes) for key, lanes in sorted(self._lanes.items())}
+        for part, field, name, label, text in _WORKER_METRICS:
+            family = GaugeMetricFamily if field == _FALLING else CounterMetricFamily
+            metric = family(name, text, labels=(*_WORKER_LABELS, *_names(label)))
+            for key, parts in workers.items():
+                found = getattr(parts[part], field) if part in parts else {}
+                by_label = found if isinstance(found, Mapping) else {"": found}
+                for value, count in sorted(by_label.items()):
+                    metric.add_metric((*key, str(value)) if label != "-" else key, count)
+            yield metric
 
-    def _work(self) -> Iterator[Metric]:
-        requests = _worker_counter("requests", "Requests that have ended.")
-        tokens = CounterMetricFamily(
-            "paceline_worker_tokens",
-            "Tokens of requests that have ended (prompt, completion).",
-            labels=(*_WORKER_LABELS, "kind"),
-        )
-        for key, lanes in sorted(self._lanes.items()):
-            requests.add_metric(key, sum(lane.requests for lane in lanes))
-            tokens.add_metric((*key, "prompt"), sum(lane.prompt_tokens for lane in lanes))
-            tokens.add_metric((*key, "completion"), sum(lane.completion_tokens for lane in lanes))
-        unreported = CounterMetricFamily(
-            "paceline_worker_unreported_answers",
-            "Answers of engines that did not tell their usage, cached_tokens or drafts.",
-            labels=(*_WORKER_LABELS, "number"),
-        )
-        untold: Counter[tuple[str, ...]] = Counter()
+    def _parts(
+        self, key: tuple[str, str], lanes: Sequence[protocol.LaneReport]
+    ) -> dict[str, SimpleNamespace | protocol.PrefixCounts]:
+        """Return what is known of one model of a worker."""
+        untold: Counter[str] = Counter()
         for place, numbers in self._untold.items():
-            for number, answers in numbers.items():
-                untold[place.model, place.worker_id, number] += answers
-        for labels, answers in sorted(untold.items()):
-            unreported.add_metric(labels, answers)
-        yield from (requests, tokens, unreported)
-
-    def _speculation(self) -> Iterator[Metric]:
-        counters = {
-            field: CounterMetricFamily(name, text, labels=_WORKER_LABELS)
-            for field, (name, text) in protocol.VLLM_COUNTERS.items()
+            if (place.model, place.worker_id) == key:
+                untold.update(numbers)
+        parts: dict[str, SimpleNamespace | protocol.PrefixCounts] = {
+            "work": SimpleNamespace(
+                requests=sum(lane.requests for lane in lanes),
+                tokens={
+                    "prompt": sum(lane.prompt_tokens for lane in lanes),
+                    "completion": sum(lane.completion_tokens for lane in lanes),
+                },
+                untold=untold,
+            )
         }
-        name, text = protocol.VLLM_ACCEPTED_PER_POSITION
-        per_position = CounterMetricFamily(name, text, labels=(*_WORKER_LABELS, "position"))
-        by_source = {
-            field: CounterMetricFamily(name, text, labels=(*_WORKER_LABELS, "source"))
-            for field, (name, text) in protocol.COUNTERS_BY_SOURCE.items()
-        }
-        for key, lanes in sorted(self._lanes.items()):
-            drafting = [lane.speculation for lane in lanes if lane.mtp_enabled]
-            if not drafting:
-                continue
+        if drafting := [lane.speculation for lane in lanes if lane.mtp_enabled]:
             total = sum(drafting, protocol.Speculation())
-            for field, counter in counters.items():
-                counter.add_metric(key, getattr(total, field))
-            for position, count in enumerate(total.accepted_per_position):
-                per_position.add_metric((*key, str(position)), count)
-            for field, counter in by_source.items():
-                for source, count in sorted(getattr(total, field).items()):
-                    counter.add_metric((*key, source), count)
-        yield from (*counters.values(), per_position, *by_source.values())
-
-    def _prefix_and_savings(self) -> Iterator[Metric]:
-        hits = _worker_counter("prefix_hits", "Prompts with a prefix found in the cache.")
-        misses = _worker_counter("prefix_misses", "Prompts with a prefix not found in the cache.")
-        cached = _worker_counter("prefix_cached_tokens", "Prompt tokens found in the cache.")
-        reused = CounterMetricFamily(
-            "paceline_worker_prefix_reused_tokens",
-            "Prompt tokens found in the cache, by what they are.",
-            labels=(*_WORKER_LABELS, "kind"),
-        )
-        prefill = _worker_counter(
-            "prefix_saved_seconds", "Estimated prefill time that the prefix cache saved."
-        )
-        decode = GaugeMetricFamily(  # falls if drafting costs more than it saves
-            "paceline_worker_drafting_saved_seconds",
-            "Estimated decode time that drafting saved, less its cost.",
-            labels=_WORKER_LABELS,
-        )
-        for key, lanes in sorted(self._lanes.items()):
-            prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
-            if key[1] in self._engines and not prefix.hits + prefix.misses:
-                continue
-            time_saved = sum((lane.time_saved for lane in lanes), protocol.TimeSaved())
-            hits.add_metric(key, prefix.hits)
-            misses.add_metric(key, prefix.misses)
-            cached.add_metric(key, prefix.cached_tokens)
-            for kind, tokens in sorted(prefix.tokens_by_kind.items()):
-                reused.add_metric((*key, kind), tokens)
-            prefill.add_metric(key, time_saved.prefill_ms / 1000)
-            decode.add_metric(key, time_saved.decode_ms / 1000)
-        yield from (hits, misses, cached, reused, prefill, decode)
+            accepted_at = dict(enumerate(total.accepted_per_position))
+            parts["drafts"] = SimpleNamespace(**dict(total), accepted_at=accepted_at)
+        prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
+        if key[1] not in self._engines or prefix.hits + prefix.misses:
+            saved = sum((lane.time_saved for lane in lanes), protocol.TimeSaved())
+            prefill_s, decode_s = saved.prefill_ms / 1000, saved.decode_ms / 1000
+            parts["prefix"] = prefix
+            parts["saved"] = SimpleNamespace(prefill_s=prefill_s, decode_s=decode_s)
+        return parts
 
 
-def _counter(
-    totals: Mapping[CounterKey, int], family: str, name: str, text: str, labels: tuple[str, ...]
-) -> CounterMetricFamily:
-    metric = CounterMetricFamily(f"paceline_{name}", text, labels=labels)
-    if not labels:
-        metric.add_metric((), totals.get((family,), 0))
-        return metric
-    for key, count in sorted(totals.items()):
-        if key[0] == family:
-            metric.add_metric(key[1:], count)
-    return metric
+def _names(labels: str) -> list[str]:
+    return labels.split(",") if labels != "-" else []
 
 
 def _histogram(
     lanes: Mapping[LaneKey, LaneStats],
     name: str,
     text: str,
-    bounds_s: tuple[float, ...],
+    bounds_s: Sequence[float],
     field: str,
     *,
-    labels: tuple[str, ...],
+    labels: Sequence[str],
 ) -> HistogramMetricFamily:
     """Return a family with the sum over the lanes that have the same labels."""
     groups: dict[tuple[str, ...], list[LogHistogram]] = {} if labels else {(): []}
@@ -277,7 +226,3 @@ def _histogram(
         buckets = cumulative(counts, bounds_s)
         metric.add_metric(values, buckets, sum_value=sum(part.sum_s for part in parts))
     return metric
-
-
-def _worker_counter(name: str, text: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"paceline_worker_{name}", text, labels=_WORKER_LABELS)

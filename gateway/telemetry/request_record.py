@@ -5,24 +5,24 @@ It is here because these may not import `proxy`, which makes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gateway.routing.select import Candidate, Decision
 from gateway.types import (
+    NO_CALLER,
     NO_PREFIX,
     NOTHING,
     UNUSED,
     Caller,
     Drafts,
-    Inspected,
     Outcome,
     Spent,
     Usage,
 )
+from paceline.request.profile import RequestProfile
 
 
-@dataclass(slots=True, eq=False)
-class RequestRecord:
+class RequestRecord(NamedTuple):
     """One finished request."""
 
     request_id: str
@@ -33,14 +33,15 @@ class RequestRecord:
     """The error code for counters; empty without an error."""
     reason: str = ""
     """The error in a sentence without text of a prompt; empty without an error."""
-    inspected: Inspected | None = None
+    profile: RequestProfile | None = None
+    """None for a request that has not been inspected."""
     decision: Decision | None = None
     candidate: Candidate | None = None
     engine: str = ""
     """The kind of the engine, if it is none of Paceline's workers: those send their own counts."""
     attempts: int = 0
     failovers: int = 0
-    """How often it has gone on at another worker after one that had begun it."""
+    """How often it has continued at another worker after one that had begun it."""
     usage: Usage = UNUSED
     waited_s: float = 0.0
     """Time in the queue for a slot."""
@@ -52,7 +53,7 @@ class RequestRecord:
     """For each token after the first one, for complete streams."""
     drafts: Drafts | None = None
     """As the worker reported them; None if it reported none."""
-    caller: Caller = field(default_factory=Caller)
+    caller: Caller = NO_CALLER
     spent: Spent = NOTHING
     """Zero without a key."""
     prefix: str = NO_PREFIX

@@ -45,7 +45,7 @@ def result_of(record: RequestRecord) -> str:
         or usage.completion_tokens < _MIN_ANSWER_TOKENS
         or not usage.cached_known
         or record.drafts is None
-        or (record.inspected is not None and record.inspected.profile.draft_tokens == 0)
+        or (record.profile is not None and record.profile.draft_tokens == 0)
     ):
         return ""
     drafted, reused = record.drafts.drafted > 0, usage.cached_tokens > 0

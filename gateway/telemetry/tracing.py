@@ -32,6 +32,8 @@ _OPERATIONS = {
     Endpoint.EMBEDDINGS: "embeddings",
     Endpoint.RERANK: "rerank",
 }
+_Attributes = dict[str, str | float | None]
+"""None: unknown."""
 _CONTEXT_HEADERS = ("traceparent", "tracestate")
 _SHUTDOWN_TIMEOUT_S = 3.0
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -82,7 +84,7 @@ class Trace:
             self._attempt.set_status(Status(StatusCode.ERROR))
             self._attempt.end()
         operation = _OPERATIONS[profile.endpoint]
-        attributes: dict[str, str | int | float | bool] = {
+        attributes: _Attributes = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "paceline",
             "gen_ai.request.model": profile.model,
@@ -90,12 +92,19 @@ class Trace:
             "paceline.lane": candidate.lane,
         }
         if profile.endpoint in GENERATING:
-            attributes |= _generation(profile)
+            attributes |= {
+                "gen_ai.request.stream": profile.stream,
+                "gen_ai.request.choice.count": profile.prompts * profile.choices,
+                "gen_ai.request.temperature": profile.sampling.temperature,
+                "gen_ai.request.top_p": profile.sampling.top_p,
+                "gen_ai.request.top_k": profile.sampling.top_k,
+                "gen_ai.request.max_tokens": profile.max_tokens,
+            }
         self._attempt = self._tracer.start_span(
             f"{operation} {profile.model}",
             context=set_span_in_context(self._span),
             kind=SpanKind.CLIENT,
-            attributes=attributes,
+            attributes=_known(attributes),
         )
         headers: dict[str, str] = {}
         _PROPAGATOR.inject(headers, set_span_in_context(self._attempt))
@@ -103,73 +112,40 @@ class Trace:
 
     def end(self, record: RequestRecord) -> None:
         """End all spans with the result of the request."""
-        if self._attempt is not None:
-            _set_result(self._attempt, record)
-            self._attempt.set_attributes(_usage(record))
-            self._attempt.end()
-        _set_result(self._span, record)
-        self._span.set_attributes(_routing(record))
-        self._span.end()
-
-
-def _generation(profile: RequestProfile) -> dict[str, str | int | float | bool]:
-    """Return what a request asks of the text that a model generates."""
-    attributes: dict[str, str | int | float | bool] = {
-        "gen_ai.request.stream": profile.stream,
-        "gen_ai.request.choice.count": profile.prompts * profile.choices,
-        "gen_ai.request.temperature": profile.sampling.temperature,
-        "gen_ai.request.top_p": profile.sampling.top_p,
-        "gen_ai.request.top_k": profile.sampling.top_k,
-    }
-    if profile.max_tokens is not None:
-        attributes["gen_ai.request.max_tokens"] = profile.max_tokens
-    return attributes
-
-
-def _set_result(span: Span, record: RequestRecord) -> None:
-    if record.code:
-        span.set_attribute("error.type", record.code)
-    if record.outcome in (Outcome.FAILED, Outcome.UNSERVED):
-        span.set_status(Status(StatusCode.ERROR))
-
-
-def _routing(record: RequestRecord) -> dict[str, str | int | float]:
-    """Return where the request was routed, and why."""
-    attributes: dict[str, str | int | float] = {
-        "http.response.status_code": record.status,
-        "paceline.request": record.request_id,
-        "paceline.outcome": record.outcome.value,
-        "paceline.prefix": record.prefix,
-        "paceline.attempts": record.attempts,
-        "paceline.failovers": record.failovers,
-        "paceline.wait_s": record.waited_s,
-    }
-    if record.missed_reuse:
-        attributes["paceline.not_reused"] = record.missed_reuse
-    if record.decision is not None and record.candidate is not None:
-        attributes |= {
-            "paceline.route": record.decision.route,
-            "paceline.pool": record.candidate.pool,
-            "paceline.reason": record.candidate.reason,
+        usage, drafts = record.usage, record.drafts
+        of_attempt: _Attributes = {
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+            "gen_ai.response.time_to_first_chunk": record.first_token_s,
+            "paceline.drafts": drafts and drafts.steps,
+            "paceline.drafted_tokens": drafts and drafts.drafted,
+            "paceline.accepted_tokens": drafts and drafts.accepted,
         }
-    if record.added_s is not None:
-        attributes["paceline.added_latency_s"] = record.added_s
-    return attributes
-
-
-def _usage(record: RequestRecord) -> dict[str, int | float]:
-    """Return the counts that the worker reported."""
-    attributes: dict[str, int | float] = {
-        "gen_ai.usage.input_tokens": record.usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": record.usage.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": record.usage.cached_tokens,
-    }
-    if record.first_token_s is not None:
-        attributes["gen_ai.response.time_to_first_chunk"] = record.first_token_s
-    if record.drafts is not None:
-        attributes |= {
-            "paceline.drafts": record.drafts.steps,
-            "paceline.drafted_tokens": record.drafts.drafted,
-            "paceline.accepted_tokens": record.drafts.accepted,
+        routed = record.candidate if record.decision else None
+        of_request: _Attributes = {
+            "http.response.status_code": record.status,
+            "paceline.request": record.request_id,
+            "paceline.outcome": record.outcome.value,
+            "paceline.prefix": record.prefix,
+            "paceline.attempts": record.attempts,
+            "paceline.failovers": record.failovers,
+            "paceline.wait_s": record.waited_s,
+            "paceline.not_reused": record.missed_reuse or None,
+            "paceline.route": record.decision and record.decision.route if routed else None,
+            "paceline.pool": routed and routed.pool,
+            "paceline.reason": routed and routed.reason,
+            "paceline.added_latency_s": record.added_s,
         }
-    return attributes
+        for span, attributes in ((self._attempt, of_attempt), (self._span, of_request)):
+            if span is None:
+                continue
+            span.set_attributes(_known({**attributes, "error.type": record.code or None}))
+            if record.outcome in (Outcome.FAILED, Outcome.UNSERVED):
+                span.set_status(Status(StatusCode.ERROR))
+            span.end()
+
+
+def _known(attributes: _Attributes) -> dict[str, str | float]:
+    """Return the attributes that have a value."""
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -28,8 +28,8 @@ Text with **bold**, *soft*, `code <b>` and [a link](https://example.org/a), \
 ```
 end"""
 RENDER = """async text => {
-  const { MarkdownView } = await import("/try/page/markdown.js");
-  const { TokenSources } = await import("/try/page/tokens.js");
+  const { MarkdownView } = await import("/pages/try/markdown.js");
+  const { TokenSources } = await import("/pages/try/tokens.js");
   const whole = document.createElement("div");
   const grown = document.createElement("div");
   const sources = new TokenSources();
@@ -167,7 +167,7 @@ async def test_markdown_becomes_elements_and_hostile_text_stays_text(shared_gate
 async def test_l15_no_text_takes_more_than_linear_time(gateway_with_worker, tab) -> None:
     """With a cube, or a square, of its length the browser would not answer within its timeout."""
     render = """async text => {
-      const { MarkdownView } = await import("/try/page/markdown.js");
+      const { MarkdownView } = await import("/pages/try/markdown.js");
       const whole = document.createElement("div");
       new MarkdownView(whole, (start, end) => [text.slice(start, end)]).update(text);
       return whole.textContent.length;
@@ -177,7 +177,7 @@ async def test_l15_no_text_takes_more_than_linear_time(gateway_with_worker, tab)
     for mark in marks:
         assert await tab.page.evaluate(render, ("a" + mark * 20_000)[:19_999]), mark
     suggest = """async before => {
-      const { PolicySchema } = await import("/admin/page/policy_schema.js");
+      const { PolicySchema } = await import("/pages/admin/policy_schema.js");
       return new PolicySchema({ properties: {} }).suggest(before, before).options.length;
     }"""
     assert await tab.page.evaluate(suggest, " " + "- " * 200_000 + "\u2028") == 0

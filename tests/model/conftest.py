@@ -29,23 +29,22 @@ from tests.support.served_engine import (
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
 from workers.engine.decode.memory_pressure import MemoryMonitor
-from workers.engine.decode.prefill import Prefill
 from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.engine import Engine
+from workers.engine.lane.admission import Admission
 from workers.engine.lane.memory import MemoryEstimate
-from workers.engine.lane.prefill_queue import PrefillQueue
-from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.scheduler import EngineParts, LaneScheduler
 from workers.engine.lane.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Generation, LaneName, Prompt
+from workers.engine.types import Generation, LaneName, LaneSettings, Prompt
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def small_cache() -> None:
-    """Let MLX keep few freed arrays: a test process has a budget of memory."""
+    """Let MLX keep few freed arrays, whatever an engine has set: a process has 600 MB."""
     mx.set_cache_limit(32 * 1024 * 1024)
 
 
@@ -76,11 +75,11 @@ def prompt_renderer(checkpoint: Checkpoint) -> PromptRenderer:
 
 
 @pytest.fixture
-def make_lane(checkpoint, prompt_renderer) -> Iterator[Callable[..., LaneScheduler]]:
-    """Yield a function that makes a lane; at the end free them all, whose parts refer to it."""
+def make_lanes(checkpoint, prompt_renderer) -> Iterator[Callable[..., list[LaneScheduler]]]:
+    """Yield a function that makes the lanes of a worker; at the end free all parts of them."""
 
     def make(
-        name: LaneName = LaneName.TEXT_MTP,
+        names: Sequence[LaneName] = tuple(LaneName),
         *,
         draft_tokens: int = 2,
         max_rows: int = 8,
@@ -89,27 +88,25 @@ def make_lane(checkpoint, prompt_renderer) -> Iterator[Callable[..., LaneSchedul
         memory: MemoryEstimate | None = None,
         monitor: MemoryMonitor | None = None,
         sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
-        siblings: Sequence[LaneScheduler] = (),
-        prefill_queue: PrefillQueue[Prefill] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        **parts: Any,
-    ) -> LaneScheduler:
-        return LaneScheduler(
-            name,
-            replace(checkpoint, **parts),
-            prompt_renderer,
-            prefix_cache=PrefixCache(1 << 30) if prefix_cache is None else prefix_cache,
-            draft_tokens=draft_tokens,
-            max_rows=max_rows,
-            prefill_chunk_tokens=chunk_tokens,
-            prefill_budget_s=60.0,
-            memory=memory or UNLIMITED_MEMORY,
-            monitor=monitor,
+        **changes: Any,
+    ) -> list[LaneScheduler]:
+        changed = replace(checkpoint, **changes)
+        cache = PrefixCache(1 << 30) if prefix_cache is None else prefix_cache
+        parts = EngineParts(
+            settings=LaneSettings(
+                draft_tokens=draft_tokens,
+                max_rows=max_rows,
+                prefill_chunk_tokens=chunk_tokens,
+                prefill_budget_s=60.0,
+            ),
+            checkpoint=changed,
+            prompts=prompt_renderer,
+            admission=Admission(changed.target, memory or UNLIMITED_MEMORY, cache, monitor),
             sparse_prefill=sparse_prefill,
-            siblings=siblings,
-            prefill_queue=prefill_queue,
             clock=clock,
         )
+        return [LaneScheduler(name, parts) for name in names]
 
     yield make
     gc.collect()
@@ -117,15 +114,12 @@ def make_lane(checkpoint, prompt_renderer) -> Iterator[Callable[..., LaneSchedul
 
 
 @pytest.fixture
-def make_lanes(make_lane: Callable[..., LaneScheduler]) -> Callable[..., list[LaneScheduler]]:
-    """Return a function that makes both lanes of a worker."""
+def make_lane(make_lanes: Callable[..., list[LaneScheduler]]) -> Callable[..., LaneScheduler]:
+    """Return a function that makes the only lane of a worker."""
 
-    def make(**parts: Any) -> list[LaneScheduler]:
-        queue: PrefillQueue[Prefill] = PrefillQueue()
-        lanes: list[LaneScheduler] = []
-        for name in LaneName:
-            lanes.append(make_lane(name, prefill_queue=queue, siblings=lanes, **parts))
-        return lanes
+    def make(name: LaneName = LaneName.TEXT_MTP, **parts: Any) -> LaneScheduler:
+        (lane,) = make_lanes((name,), **parts)
+        return lane
 
     return make
 

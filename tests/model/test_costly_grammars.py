@@ -8,18 +8,12 @@ import pytest
 
 from paceline.request.constraint import Constraint, ConstraintKind
 from paceline.request.profile import Sampling
+from tests.support import engine_answers
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
 from workers.engine.engine import Engine
 from workers.engine.text import grammar
 from workers.engine.text.grammar_source import LIMITS
-from workers.engine.types import (
-    Finished,
-    FinishReason,
-    Generation,
-    InvalidGeneration,
-    LaneName,
-    Prompt,
-)
+from workers.engine.types import Finished, FinishReason, InvalidGeneration
 
 AMBIGUOUS = "start: s\ns: s s | A\nA: /[a-z ]/"
 """Each letter may end or begin any number of its rules: the masks become dearer with each token."""
@@ -27,18 +21,14 @@ LETTERS = "start: l*\nl: /[a-z ]/"
 
 
 async def answer(engine: Engine, rules: str, tokens: int = 60) -> Finished:
-    generation = Generation(
-        request_id="test",
-        lane=LaneName.TEXT_MTP,
-        prompt=Prompt(text=engine.prompts.chat([{"role": "user", "content": "Tell me a story."}])),
+    _, end = await engine_answers.answer(
+        engine,
+        "Tell me a story.",
         sampling=Sampling(logit_bias=tuple((end, -100.0) for end in engine.checkpoint.eos)),
         max_tokens=tokens,
         constraint=Constraint(ConstraintKind.GRAMMAR, rules, "guided_grammar"),
     )
-    async for event in engine.generate(generation):
-        if isinstance(event, Finished):
-            return event
-    raise AssertionError("every generation finishes")
+    return end
 
 
 async def test_c22_a_costly_grammar_ends_its_row_with_an_error_that_names_the_field(engine) -> None:

@@ -100,7 +100,7 @@ async def test_an_answer_ends_before_a_single_row_exceeds_the_memory(engine, mon
     generation = make_generation(engine, max_tokens=None, sampling=ENDLESS)
     prompt_tokens = len(engine.prompts.prepare(generation.prompt).tokens)
     estimate = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=256)
-    monkeypatch.setattr(engine, "memory", estimate)
+    monkeypatch.setattr(engine.admission, "memory", estimate)
 
     _, end = await collect(engine, generation)
 
@@ -113,7 +113,7 @@ async def test_a_prompt_larger_than_the_memory_is_rejected_before_prefill(
 ) -> None:
     generation = make_generation(engine, prompt=Prompt(text="story " * 300))
     estimate = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=256)
-    monkeypatch.setattr(engine, "memory", estimate)
+    monkeypatch.setattr(engine.admission, "memory", estimate)
 
     with pytest.raises(InvalidGeneration) as raised:
         await collect(engine, generation)
@@ -124,7 +124,7 @@ async def test_a_prompt_larger_than_the_memory_is_rejected_before_prefill(
 
 async def test_a_full_queue_rejects_at_once_and_a_stop_ends_all_with_the_reason(engine) -> None:
     """Its two lanes share one copy of the weights, and it keeps few freed buffers."""
-    before_bytes = engine.memory_bytes()
+    before_bytes = engine.state().memory_bytes
     small = Engine.start(
         EngineSettings(model=CHECKPOINT, served_name="demo", max_rows=1, queue_limit=1)
     )
@@ -132,7 +132,7 @@ async def test_a_full_queue_rejects_at_once_and_a_stop_ends_all_with_the_reason(
         for lane in LaneName:
             await collect(small, make_generation(small, lane=lane))
         assert small.card.lanes == (LaneName.TEXT_MTP, LaneName.VLM)
-        assert small.memory_bytes() - before_bytes < 1.5 * small.card.weights_bytes
+        assert small.state().memory_bytes - before_bytes < 1.5 * small.card.weights_bytes
         limit_bytes = max(mx.get_active_memory(), 32 << 20)
         for megabytes in range(1, 16):
             mx.eval(mx.zeros((megabytes, 1 << 20), dtype=mx.uint8))

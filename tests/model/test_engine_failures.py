@@ -178,8 +178,8 @@ def test_an_engine_whose_device_failed_ends_its_thread_and_every_answer(
     # The rows are added before the thread starts, so that everything after happens on it.
     results = [submit(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
     failed = True
-    thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
-    thread.start()
+    thread = EngineThread()
+    thread.start(lambda: (None, (lane,)))
     thread._thread.join(30)
 
     assert not thread.alive
@@ -201,14 +201,14 @@ def test_a_failing_engine_ends_new_requests_and_then_rejects_all(
 
     lane = make_lane(target=FailingPart(checkpoint.target, fail_after_submitting), max_rows=1)
     submit(lane, "Tell me a story.", max_tokens=5)
-    thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
+    thread = EngineThread()
     late_lane = SimpleNamespace(
         ends=checkpoint.eos,
         has_head=lane.has_head,
         name=lane.name,
-        add=lambda row: thread.submit(lane, row),
+        add=lambda row: thread.submit(lambda: lane.add(row)),
     )
-    thread.start()
+    thread.start(lambda: (None, (lane,)))
     thread._thread.join(30)
 
     assert not thread.alive

@@ -166,7 +166,9 @@ def test_memory_preempts_exact_answers_last_and_ends_them_with_an_error(make_lan
     ]
     while lane.running_rows < len(rows):
         lane.step()
-    lane._memory = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=400)  # for one row
+    lane._admission.memory = MemoryEstimate(
+        token_bytes=1, row_bytes=1, room_bytes=400
+    )  # for one row
     run_until_idle(lane)
 
     failed = [isinstance(row.end, GenerationFailed) for row in rows]

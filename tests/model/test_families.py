@@ -103,7 +103,7 @@ def test_a_sparse_configuration_means_the_defaults_of_transformers(tmp_path: Pat
     """Google publishes Gemma 3 without the vocabulary and the context of its text model."""
     gemma = family("Gemma 3")
     narrow = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6}
-    small = replace(gemma, tiny={**gemma.tiny, "text_config": narrow})
+    small = replace(gemma, text=narrow)
     write_checkpoint(tmp_path, small, vocabulary=None)
     checkpoint = load_checkpoint(tmp_path)
     assert (checkpoint.vocabulary, checkpoint.context_tokens) == (262_208, 131_072)

@@ -158,7 +158,7 @@ def test_short_rows_wait_while_a_long_row_would_enlarge_their_batch(make_lane, s
 def quick_growth(monkeypatch) -> None:
     """Let rows outgrow their slots within seventy tokens, and start them with room for few."""
     monkeypatch.setattr("workers.engine.model.kv_cache.MIN_SLOTS", 64)
-    monkeypatch.setattr("workers.engine.lane.scheduler.GROWTH_TOKENS", 16)
+    monkeypatch.setattr("workers.engine.lane.admission.GROWTH_TOKENS", 16)
 
 
 @pytest.mark.usefixtures("quick_growth")

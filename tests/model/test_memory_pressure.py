@@ -1,9 +1,8 @@
 """Failed allocations and memory pressure: rows wait or are read again, and no answer changes."""
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,12 +13,9 @@ from paceline.request.profile import Sampling
 from tests.model.test_engine import collect, make_generation
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
-from workers.engine.decode.memory_pressure import (
-    HeapTrimmer,
-    MemoryMonitor,
-    MemoryReading,
-)
+from workers.engine.decode.memory_pressure import MemoryMonitor, MemoryReading
 from workers.engine.engine import Engine
+from workers.engine.lane import thread as thread_module
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.lane.thread import EngineThread
 from workers.engine.model.device import limit_freed_buffers, limit_memory, memory_limit_bytes
@@ -226,7 +222,7 @@ def test_caches_are_given_back_from_85_percent_on_as_far_as_needed(make_lane, as
     excess_bytes = before_bytes // 3
     memory.share = 0.85 + excess_bytes / 10**9
     device.cleared = 0
-    lane.relieve()
+    lane._admission.relieve()
 
     assert 0 < cache.size_bytes <= before_bytes - excess_bytes
     assert device.cleared == 2, "freed buffers are given back before and after"
@@ -234,7 +230,7 @@ def test_caches_are_given_back_from_85_percent_on_as_far_as_needed(make_lane, as
     assert isinstance(result.end, Finished)
     assert result.row.stored_tokens == 0, "nothing is stored meanwhile"
     memory.share = 0.95
-    lane.relieve()
+    lane._admission.relieve()
     assert cache.size_bytes == 0
 
 
@@ -253,8 +249,7 @@ async def test_requests_are_refused_from_95_percent_on_and_an_idle_engine_gives_
 ) -> None:
     memory = Memory()
     monkeypatch.setattr(engine, "monitor", memory.monitor)
-    for lane in engine.lanes:
-        monkeypatch.setattr(lane, "_monitor", memory.monitor)
+    monkeypatch.setattr(engine.admission, "monitor", memory.monitor)
     prompt = [{"role": "system", "content": "You are a clerk of few words. " * 12}]
     question = [*prompt, {"role": "user", "content": "Hello"}]
     generation = make_generation(engine, sampling=Sampling(temperature=0))
@@ -333,14 +328,16 @@ def test_freed_buffers_take_as_much_as_the_weights_at_most(
     assert limits[0] >> 20 == kept_mb
 
 
-def test_an_engine_trims_the_heap_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    trimmed, times = threading.Event(), itertools.count(0.0, TRIM_INTERVAL_S)
-    monkeypatch.setattr(
-        "workers.engine.lane.thread.HeapTrimmer",
-        lambda: HeapTrimmer(trimmed.set, lambda: next(times)),
-    )
-    thread: EngineThread[None] = EngineThread(lambda: (None, ()))
-    thread.start()
-    assert trimmed.wait(30)
+def test_n3_an_engine_trims_the_heap_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, trims = 1_000_000.0, list[float]()
+    monkeypatch.setattr(thread_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(thread_module, "trim_heap", lambda: trims.append(now_s))
+    thread = EngineThread()
+    thread.start(lambda: (None, ()))
+    for _ in range(25):
+        thread.call(lambda: None).result(30)
+        now_s += TRIM_INTERVAL_S / 10
     thread.stop(30)
     assert not thread.alive
+    begun_s = 1_000_000.0
+    assert trims == pytest.approx([begun_s + TRIM_INTERVAL_S, begun_s + 2 * TRIM_INTERVAL_S], abs=1)

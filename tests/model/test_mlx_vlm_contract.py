@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
-from workers.engine.decode.prompt_scorer import attention_weights, draft_incompatibility
+from workers.engine.decode.spec_prefill import attention_weights, draft_incompatibility
 from workers.engine.decode.step_graph import State, StepGraph
 from workers.engine.model.checkpoint import Checkpoint
 from workers.engine.model.kv_cache import ArraysCache, KVCache, RecurrentCache, RowCache, capacity

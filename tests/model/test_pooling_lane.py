@@ -20,7 +20,6 @@ from workers.engine.model.pooling_model import (
 )
 from workers.engine.pooling import Job, PoolingEngine, PoolingLane, PoolingSettings
 from workers.engine.types import (
-    EngineError,
     EngineStopped,
     GenerationFailed,
     InvalidGeneration,
@@ -77,9 +76,10 @@ class Submitted:
 
     def __init__(self, lane: PoolingLane, *lengths: int) -> None:
         rows = [TokenRow.of([4 + length % 8] * length) for length in lengths]
-        self.results: list[EngineError | None] = []
+        self.results: list[BaseException | None] = []
         numbers = np.zeros((len(rows), 32), np.float32)
-        self.job = Job(rows, numbers, self.results.append)
+        self.job = Job(rows, numbers)
+        self.job.ended.add_done_callback(lambda ended: self.results.append(ended.exception()))
         lane.add(self.job)
 
 
@@ -150,7 +150,7 @@ async def test_an_engine_computes_concurrent_requests_and_refuses_what_it_cannot
         assert freed_limit_bytes <= max(mx.get_active_memory(), 32 << 20), "few freed buffers"
         texts = ["the cat", "paris is the capital of france", "a dog"]
         requests = [EmbeddingsRequest("bge", (text,)) for text in texts]
-        pooled = await asyncio.gather(*map(engine.embed, requests))
+        pooled = await asyncio.gather(*map(engine.compute, requests))
         rows = embedder.rows(texts, truncate=False)
         found = np.concatenate([one.numbers for one in pooled])
         assert np.allclose(found, embedder.forward(rows), atol=2e-5)
@@ -158,14 +158,14 @@ async def test_an_engine_computes_concurrent_requests_and_refuses_what_it_cannot
         assert await engine.check(requests[1]) == pooled[1].tokens
 
         with pytest.raises(InvalidGeneration, match="maximum context length is 64 tokens") as long:
-            await engine.embed(EmbeddingsRequest("bge", ("cat " * CONTEXT_TOKENS,)))
+            await engine.compute(EmbeddingsRequest("bge", ("cat " * CONTEXT_TOKENS,)))
         assert (long.value.param, long.value.code) == ("input[0]", "context_length_exceeded")
         with pytest.raises(InvalidGeneration, match="Token 9999 is not in the vocabulary"):
-            await engine.embed(EmbeddingsRequest("bge", ((1, 9999),)))
+            await engine.compute(EmbeddingsRequest("bge", ((1, 9999),)))
         with pytest.raises(InvalidGeneration, match="has 32 numbers"):
-            await engine.embed(EmbeddingsRequest("bge", ("cat",), dimensions=33))
+            await engine.compute(EmbeddingsRequest("bge", ("cat",), dimensions=33))
         with pytest.raises(TokenLimitExceeded) as refused:
-            await engine.embed(requests[0], token_limit=3)
+            await engine.compute(requests[0], token_limit=3)
         assert refused.value.tokens == pooled[0].tokens == 4
         report = engine.lane_reports()[0]
         assert (report.name, report.running, report.requests) == ("embeddings", 0, 3)
@@ -173,4 +173,4 @@ async def test_an_engine_computes_concurrent_requests_and_refuses_what_it_cannot
     finally:
         engine.stop()
     with pytest.raises(EngineStopped):
-        await engine.embed(requests[0])
+        await engine.compute(requests[0])

@@ -378,7 +378,7 @@ def test_files_read_ahead_are_bounded_and_their_reading_is_cancelled(
     assert prefix_cache.prefetch(prompt.scope, prompt.identity, lambda: True) == []
     runs = prefix_cache.prefetch(prompt.scope, prompt.identity)
     assert prefix_cache._prefetched_bytes == sum(host.size_bytes for _, host in runs) > 0
-    prefix_cache._limit_bytes = prefix_cache._prefetched_bytes
+    prefix_cache.limit_bytes = prefix_cache._prefetched_bytes
     assert prefix_cache.prefetch(prompt.scope, prompt.identity) == []
     del runs
     gc.collect()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -459,7 +460,7 @@ async def test_a_source_that_was_slower_than_reading_is_not_asked(engine, holder
     assert engine.exchange is not None
     async with damaging(holder, "") as (source, wire):
         messages, held = await begin(source, "slow")
-        engine.exchange._pace.record(source, 1, 1000.0, engine.exchange._clock())
+        engine.exchange._pace.record(source, 1, 1000.0, time.monotonic())
         reply = await ask(taker, messages, scope="slow", sources=[(source, held)])
     assert reply.cached_tokens == 0
     assert not wire.question.is_set()

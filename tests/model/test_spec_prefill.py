@@ -8,8 +8,7 @@ import pytest
 
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
-from workers.engine.decode.prompt_scorer import PromptScoring
-from workers.engine.decode.spec_prefill import FullPrefillReason, ScoringRange
+from workers.engine.decode.spec_prefill import FullPrefillReason, PromptScoring, ScoringRange
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.lane.sparse_prefill import SparsePrefill, load_sparse_prefill
 from workers.engine.model.checkpoint import Checkpoint

@@ -22,11 +22,10 @@ from typing import TypeAlias, TypeVar
 import mlx.core as mx
 
 from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
-from workers.engine.decode.prefill import Prefill
 from workers.engine.decode.row import Row, SpeculationCounter
-from workers.engine.lane.prefill_queue import PrefillQueue
+from workers.engine.lane.admission import Admission
 from workers.engine.lane.prefix_exchange import PrefixExchange
-from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.scheduler import EngineParts, LaneScheduler
 from workers.engine.lane.thread import EngineThread
 from workers.engine.model.checkpoint import Checkpoint
 from workers.engine.prefix.cache import PrefixCache
@@ -35,7 +34,7 @@ from workers.engine.prefix.transfer import CacheLayout, PrefixOffer, PrefixQuery
 from workers.engine.startup.probes import probe_cache_layout
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PromptRenderer
-from workers.engine.types import Finished, Generation, LaneName, Prompt
+from workers.engine.types import Finished, Generation, LaneName, LaneSettings, Prompt
 
 Messages: TypeAlias = tuple[dict[str, str], ...]
 T = TypeVar("T")
@@ -54,11 +53,8 @@ QUESTIONS = (
 )
 
 
-class _SameThread(EngineThread[None]):
+class _SameThread(EngineThread):
     """Runs calls at once: the schedules have one thread, which runs the lanes too."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: (None, ()))
 
     def call(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -80,17 +76,13 @@ class _Engine:
         files = PrefixCacheFiles(folder, 16 * cache_bytes, "demo", b"secret")
         self.cache = PrefixCache(cache_bytes, files)
         self.exchange = PrefixExchange(self.cache, _SameThread(), layout, "demo", cuttable=False)
-        self.lanes: list[LaneScheduler] = []
-        queue: PrefillQueue[Prefill] = PrefillQueue()
-        for name in LaneName:
-            self.lanes.append(
-                LaneScheduler(
-                    name, checkpoint, prompts,
-                    prefix_cache=self.cache, siblings=self.lanes, draft_tokens=3, max_rows=8,
-                    prefill_chunk_tokens=192, prefill_budget_s=60.0, memory=UNLIMITED_MEMORY,
-                    prefill_queue=queue,
-                )
-            )  # fmt: skip
+        parts = EngineParts(
+            settings=LaneSettings(draft_tokens=3, prefill_chunk_tokens=192, prefill_budget_s=60.0),
+            checkpoint=checkpoint,
+            prompts=prompts,
+            admission=Admission(checkpoint.target, UNLIMITED_MEMORY, self.cache),
+        )
+        self.lanes = [LaneScheduler(name, parts) for name in LaneName]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,7 @@ from pydantic import SecretStr
 
 from gateway.assembly import TIMING, Timing
 from gateway.fleet import health as control
-from gateway.memory_budget import MEMORY_LIMIT_BYTES
 from gateway.state.redis import RedisClient
-from paceline.http import CHECK_S
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy
 from tests.support.heartbeats import send_heartbeats
@@ -274,13 +272,9 @@ def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
     """
     with ExitStack() as running:
 
-        def make(
-            *workers: ScriptedWorker,
-            check_s: float = CHECK_S,
-            memory_limit_bytes: int = MEMORY_LIMIT_BYTES,
-            **settings: Any,
-        ) -> RunningGateway:
-            timing = replace(TIMING, check_s=check_s, memory_limit_bytes=memory_limit_bytes)
+        def make(*workers: ScriptedWorker, **settings: Any) -> RunningGateway:
+            names = settings.keys() & {field.name for field in fields(Timing)}
+            timing = replace(TIMING, **{name: settings.pop(name) for name in names})
             gateway = RunningGateway(make_settings(tmp_path, **settings), timing)
             started = running.enter_context(gateway)
             for worker_ in workers:

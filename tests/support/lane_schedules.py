@@ -21,12 +21,13 @@ from tests.support.reference_decoder import is_near_tie, reference_decode
 from workers.engine.decode.draft_length import RUN_LENGTHS
 from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.decode.sampler import SamplingContext, choose
-from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.lane.admission import Admission
+from workers.engine.lane.scheduler import EngineParts, LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
+from workers.engine.types import Finished, FinishReason, Generation, LaneName, LaneSettings, Prompt
 
 MAX_ANSWER_TOKENS = 40
 RULES = (
@@ -277,14 +278,16 @@ class ScheduleRunner:
         self, *, draft_tokens: int, max_rows: int, chunk_tokens: int, prefix_cache_bytes: int
     ) -> LaneScheduler:
         head = FailingPart(self._checkpoint.head, self._head_fails)
-        return LaneScheduler(
-            LaneName.TEXT_MTP,
-            replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # it acts as the head
-            self._prompts,
-            prefix_cache=PrefixCache(prefix_cache_bytes),
-            draft_tokens=draft_tokens,
-            max_rows=max_rows,
-            prefill_chunk_tokens=chunk_tokens,
-            prefill_budget_s=60.0,
-            memory=UNLIMITED_MEMORY,
+        cache = PrefixCache(prefix_cache_bytes)
+        parts = EngineParts(
+            settings=LaneSettings(
+                draft_tokens=draft_tokens,
+                max_rows=max_rows,
+                prefill_chunk_tokens=chunk_tokens,
+                prefill_budget_s=60.0,
+            ),
+            checkpoint=replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # as a head
+            prompts=self._prompts,
+            admission=Admission(self._checkpoint.target, UNLIMITED_MEMORY, cache),
         )
+        return LaneScheduler(LaneName.TEXT_MTP, parts)

@@ -2,19 +2,14 @@
 
 from collections.abc import Mapping
 
-from gateway.state.records import TextsByKind
+from gateway.state.records import FileRecords, TextsByKind
 
 
-class MemoryRecords:
+class MemoryRecords(FileRecords):
     """Records in memory; the tests of `FileRecords` also run against them."""
-
-    remote = False
 
     def __init__(self) -> None:
         self.texts: TextsByKind = {}
-
-    def is_current(self, _kind: str) -> bool:
-        return True
 
     async def all(self, kind: str) -> Mapping[str, str]:
         return dict(self.texts.get(kind, {}))

@@ -9,7 +9,7 @@ from typing import Any, Self
 import httpx
 import yaml
 
-from gateway.config.policy_store import PolicyStore, open_policy_store
+from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import Attribution, Proposal, Reason
 from gateway.config.static_workers import StaticWorker
 from gateway.state.records import Records
@@ -56,7 +56,7 @@ def proposal(pool: str = "vlm") -> Proposal:
 async def make_policy_store(records: Records | None = None, pool: str = "vlm") -> PolicyStore:
     """Return a store that starts with a one-pool policy, or where the records end."""
     source = proposal(pool), AUTHOR_ANN._replace(reason=Reason.START)
-    return await open_policy_store(records or MemoryRecords(), (), source, lambda: 0.0)
+    return await PolicyStore(records or MemoryRecords(), (), source, lambda: 0.0).open()
 
 
 @contextlib.contextmanager

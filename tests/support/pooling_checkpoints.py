@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-Weights = dict[str, NDArray[np.float32]]
+Shapes = dict[str, tuple[int, ...]]
+"""Of the tensors of a model, by their names."""
 
 WORDS = (
     "a the of and is to in cat dog sat mat river stone paris berlin capital france germany city "
@@ -53,13 +53,12 @@ def write_bert_cross_encoder(folder: Path) -> Path:
         folder,
         {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
         prefix="bert.",
-        head={"bert.pooler.dense": (DIMENSIONS, DIMENSIONS), "classifier": (1, DIMENSIONS)},
+        head=_linear("bert.pooler.dense", DIMENSIONS) | _linear("classifier", 1),
     )
 
 
 def write_xlm_roberta_cross_encoder(folder: Path) -> Path:
     """Write a folder such as BAAI/bge-reranker-v2-m3."""
-    rng = np.random.default_rng(3)
     tokenizer = _word_tokenizer(("<s>", "</s>", "<unk>", "<pad>"), "$A:0", "</s> $B:0")
     vocabulary = tokenizer.get_vocab_size()
     config = _encoder_config("xlm-roberta", vocabulary) | {
@@ -70,15 +69,13 @@ def write_xlm_roberta_cross_encoder(folder: Path) -> Path:
         "pad_token_id": tokenizer.token_to_id("<pad>"),
         "type_vocab_size": 1,
     }
-    weights = _encoder_weights(rng, "roberta.", vocabulary, CONTEXT_TOKENS + 2, types=1)
-    _add_linear(weights, rng, "classifier.dense", (DIMENSIONS, DIMENSIONS))
-    _add_linear(weights, rng, "classifier.out_proj", (1, DIMENSIONS))
-    return _write(folder, config, weights, tokenizer)
+    shapes = _encoder_shapes("roberta.", vocabulary, CONTEXT_TOKENS + 2, types=1)
+    shapes |= _linear("classifier.dense", DIMENSIONS) | _linear("classifier.out_proj", 1)
+    return _write(folder, config, shapes, tokenizer)
 
 
 def write_modernbert_embedder(folder: Path) -> Path:
     """Write a folder such as nomic-ai/modernbert-embed-base."""
-    rng = np.random.default_rng(4)
     tokenizer = _word_tokenizer(("[CLS]", "[SEP]", "[UNK]", "[PAD]"), "$A:0", "$B:1")
     vocabulary, inner = tokenizer.get_vocab_size(), 2 * DIMENSIONS
     config = {
@@ -96,25 +93,27 @@ def write_modernbert_embedder(folder: Path) -> Path:
         "hidden_activation": "gelu",
         "pad_token_id": tokenizer.token_to_id("[PAD]"),
     }
-    weights: Weights = {"embeddings.tok_embeddings.weight": _normal(rng, vocabulary, DIMENSIONS)}
-    weights["embeddings.norm.weight"] = _ones(rng)
-    weights["final_norm.weight"] = _ones(rng)
+    shapes: Shapes = {"embeddings.tok_embeddings.weight": (vocabulary, DIMENSIONS)}
+    shapes |= {"embeddings.norm.weight": (DIMENSIONS,), "final_norm.weight": (DIMENSIONS,)}
     for layer in range(3):
-        at = f"layers.{layer}."
-        if layer:
-            weights[at + "attn_norm.weight"] = _ones(rng)
-        weights[at + "attn.Wqkv.weight"] = _normal(rng, 3 * DIMENSIONS, DIMENSIONS)
-        weights[at + "attn.Wo.weight"] = _normal(rng, DIMENSIONS, DIMENSIONS)
-        weights[at + "mlp_norm.weight"] = _ones(rng)
-        weights[at + "mlp.Wi.weight"] = _normal(rng, 2 * inner, DIMENSIONS)
-        weights[at + "mlp.Wo.weight"] = _normal(rng, DIMENSIONS, inner)
-    return _write(folder, config, weights, tokenizer)
+        shapes |= {
+            f"layers.{layer}.{name}.weight": shape
+            for name, shape in (
+                ("attn_norm", (DIMENSIONS,)),
+                ("attn.Wqkv", (3 * DIMENSIONS, DIMENSIONS)),
+                ("attn.Wo", (DIMENSIONS, DIMENSIONS)),
+                ("mlp_norm", (DIMENSIONS,)),
+                ("mlp.Wi", (2 * inner, DIMENSIONS)),
+                ("mlp.Wo", (DIMENSIONS, inner)),
+            )
+            if layer or name != "attn_norm"
+        }
+    return _write(folder, config, shapes, tokenizer)
 
 
 def _write_qwen3(
     folder: Path, *, prefix: str, end: bool, context_tokens: int = CONTEXT_TOKENS
 ) -> Path:
-    rng = np.random.default_rng(1)
     tokenizer = _byte_tokenizer(end=end)
     vocabulary, width, kv_heads = tokenizer.get_vocab_size(), 8, 2
     inner = 2 * DIMENSIONS
@@ -138,41 +137,39 @@ def _write_qwen3(
         "torch_dtype": "bfloat16",
         "vocab_size": vocabulary,
     }
-    weights: Weights = {prefix + "embed_tokens.weight": _normal(rng, vocabulary, DIMENSIONS)}
-    weights[prefix + "norm.weight"] = _ones(rng)
+    shapes: Shapes = {f"{prefix}embed_tokens.weight": (vocabulary, DIMENSIONS)}
+    shapes[f"{prefix}norm.weight"] = (DIMENSIONS,)
     for layer in range(_LAYERS):
-        at = f"{prefix}layers.{layer}."
-        weights[at + "input_layernorm.weight"] = _ones(rng)
-        weights[at + "post_attention_layernorm.weight"] = _ones(rng)
-        weights[at + "self_attn.q_norm.weight"] = _ones(rng, width)
-        weights[at + "self_attn.k_norm.weight"] = _ones(rng, width)
-        for name, rows in (("q", _HEADS * width), ("k", kv_heads * width), ("v", kv_heads * width)):
-            weights[f"{at}self_attn.{name}_proj.weight"] = _normal(rng, rows, DIMENSIONS)
-        weights[at + "self_attn.o_proj.weight"] = _normal(rng, DIMENSIONS, _HEADS * width)
-        weights[at + "mlp.gate_proj.weight"] = _normal(rng, inner, DIMENSIONS)
-        weights[at + "mlp.up_proj.weight"] = _normal(rng, inner, DIMENSIONS)
-        weights[at + "mlp.down_proj.weight"] = _normal(rng, DIMENSIONS, inner)
-    return _write(folder, config, weights, tokenizer)
+        shapes |= {
+            f"{prefix}layers.{layer}.{name}.weight": shape
+            for name, shape in (
+                ("input_layernorm", (DIMENSIONS,)),
+                ("post_attention_layernorm", (DIMENSIONS,)),
+                ("self_attn.q_norm", (width,)),
+                ("self_attn.k_norm", (width,)),
+                ("self_attn.q_proj", (_HEADS * width, DIMENSIONS)),
+                ("self_attn.k_proj", (kv_heads * width, DIMENSIONS)),
+                ("self_attn.v_proj", (kv_heads * width, DIMENSIONS)),
+                ("self_attn.o_proj", (DIMENSIONS, _HEADS * width)),
+                ("mlp.gate_proj", (inner, DIMENSIONS)),
+                ("mlp.up_proj", (inner, DIMENSIONS)),
+                ("mlp.down_proj", (DIMENSIONS, inner)),
+            )
+        }
+    return _write(folder, config, shapes, tokenizer)
 
 
 def _write_bert(
-    folder: Path,
-    changes: Mapping[str, Any],
-    *,
-    prefix: str,
-    head: Mapping[str, tuple[int, int]] | None = None,
+    folder: Path, changes: Mapping[str, Any], *, prefix: str, head: Shapes | None = None
 ) -> Path:
-    rng = np.random.default_rng(2)
     tokenizer = _word_tokenizer(("[CLS]", "[SEP]", "[UNK]", "[PAD]"), "$A:0", "$B:1")
     # As the published file of all-MiniLM-L6-v2 has it.
     tokenizer.enable_padding(length=16)
     tokenizer.enable_truncation(max_length=16)
     vocabulary = tokenizer.get_vocab_size()
     config = _encoder_config("bert", vocabulary) | {"type_vocab_size": 2, **changes}
-    weights = _encoder_weights(rng, prefix, vocabulary, CONTEXT_TOKENS, types=2)
-    for name, shape in (head or {}).items():
-        _add_linear(weights, rng, name, shape)
-    return _write(folder, config, weights, tokenizer)
+    shapes = _encoder_shapes(prefix, vocabulary, CONTEXT_TOKENS, types=2) | (head or {})
+    return _write(folder, config, shapes, tokenizer)
 
 
 def _encoder_config(model_type: str, vocabulary: int) -> dict[str, Any]:
@@ -191,27 +188,22 @@ def _encoder_config(model_type: str, vocabulary: int) -> dict[str, Any]:
     }
 
 
-def _encoder_weights(
-    rng: np.random.Generator, prefix: str, vocabulary: int, positions: int, *, types: int
-) -> Weights:
-    at = f"{prefix}embeddings."
-    weights: Weights = {
-        at + "word_embeddings.weight": _normal(rng, vocabulary, DIMENSIONS),
-        at + "position_embeddings.weight": _normal(rng, positions, DIMENSIONS),
-        at + "token_type_embeddings.weight": _normal(rng, types, DIMENSIONS),
+def _encoder_shapes(prefix: str, vocabulary: int, positions: int, *, types: int) -> Shapes:
+    at, inner = f"{prefix}embeddings.", 2 * DIMENSIONS
+    shapes: Shapes = {
+        f"{at}word_embeddings.weight": (vocabulary, DIMENSIONS),
+        f"{at}position_embeddings.weight": (positions, DIMENSIONS),
+        f"{at}token_type_embeddings.weight": (types, DIMENSIONS),
+        **_norm(f"{at}LayerNorm"),
     }
-    _add_norm(weights, rng, at + "LayerNorm")
-    square, inner = (DIMENSIONS, DIMENSIONS), 2 * DIMENSIONS
     for layer in range(_LAYERS):
         at = f"{prefix}encoder.layer.{layer}."
-        for name in ("query", "key", "value"):
-            _add_linear(weights, rng, f"{at}attention.self.{name}", square)
-        _add_linear(weights, rng, at + "attention.output.dense", square)
-        _add_norm(weights, rng, at + "attention.output.LayerNorm")
-        _add_linear(weights, rng, at + "intermediate.dense", (inner, DIMENSIONS))
-        _add_linear(weights, rng, at + "output.dense", (DIMENSIONS, inner))
-        _add_norm(weights, rng, at + "output.LayerNorm")
-    return weights
+        for name in ("self.query", "self.key", "self.value", "output.dense"):
+            shapes |= _linear(f"{at}attention.{name}", DIMENSIONS)
+        shapes |= _norm(f"{at}attention.output.LayerNorm") | _norm(f"{at}output.LayerNorm")
+        shapes |= _linear(f"{at}intermediate.dense", inner)
+        shapes |= _linear(f"{at}output.dense", DIMENSIONS, inner)
+    return shapes
 
 
 def _byte_tokenizer(*, end: bool) -> Tokenizer:
@@ -256,11 +248,17 @@ def _word_tokenizer(marks: tuple[str, str, str, str], first: str, second: str) -
     return tokenizer
 
 
-def _write(folder: Path, config: Mapping[str, Any], weights: Weights, tokenizer: Tokenizer) -> Path:
+def _write(folder: Path, config: Mapping[str, Any], shapes: Shapes, tokenizer: Tokenizer) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(folder / "tokenizer_config.json", {"model_max_length": int(1e30)})
     tokenizer.save(str(folder / "tokenizer.json"))
+    rng = np.random.default_rng(1)
+    weights = {}
+    for name, shape in shapes.items():
+        numbers = rng.standard_normal(shape)
+        is_norm = len(shape) == 1 and name.endswith("weight")
+        weights[name] = (1 + numbers * 0.1 if is_norm else numbers * 0.3).astype(np.float32)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -278,21 +276,9 @@ def _modules(*names: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
-    return (rng.standard_normal(shape) * 0.3).astype(np.float32)
+def _linear(name: str, rows: int, columns: int = DIMENSIONS) -> Shapes:
+    return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
-def _ones(rng: np.random.Generator, width: int = DIMENSIONS) -> NDArray[np.float32]:
-    return (1 + rng.standard_normal(width) * 0.1).astype(np.float32)
-
-
-def _add_linear(
-    weights: Weights, rng: np.random.Generator, name: str, shape: tuple[int, int]
-) -> None:
-    weights[f"{name}.weight"] = _normal(rng, *shape)
-    weights[f"{name}.bias"] = _normal(rng, shape[0])
-
-
-def _add_norm(weights: Weights, rng: np.random.Generator, name: str) -> None:
-    weights[f"{name}.weight"] = _ones(rng)
-    weights[f"{name}.bias"] = _normal(rng, DIMENSIONS)
+def _norm(name: str) -> Shapes:
+    return {f"{name}.weight": (DIMENSIONS,), f"{name}.bias": (DIMENSIONS,)}

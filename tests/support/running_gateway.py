@@ -196,12 +196,14 @@ class RunningGateway:
     def requests_in_flight(self) -> int:
         return self.status()["gateway"]["requests_in_flight"]
 
+    def metric(self, name: str) -> float:
+        """Return the value of a metric without labels."""
+        (value,) = re.findall(rf"\npaceline_{name} (\S+)", self.client.get("/metrics").text)
+        return float(value)
+
     def memory_held_bytes(self) -> int:
         """Return what the gateway holds for clients."""
-        (held,) = re.findall(
-            r"\npaceline_memory_held_bytes (\S+)", self.client.get("/metrics").text
-        )
-        return int(float(held))
+        return int(self.metric("memory_held_bytes"))
 
     def status(self) -> dict[str, Any]:
         return self.client.get("/v1/status").json()

@@ -52,7 +52,7 @@ class SchedulerHarness:
 
     def ejected(self) -> list[str]:
         workers = self.fleet.workers()
-        return [one.report.worker_id for one in workers if self.fleet.ejected_for_s(one)]
+        return [one.report.worker_id for one in workers if one.ejected_for_s]
 
     def slots_in_use(self) -> int:
         return sum(sum(worker.in_flight.values()) for worker in self.fleet.workers())

@@ -18,13 +18,13 @@ from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, TransferFai
 from workers.engine.text.tool_formats import FORMATS, ToolFormat
 from workers.engine.types import (
     Delta,
+    EngineState,
     Event,
     Finished,
     FinishReason,
     Generation,
     LaneName,
     ModelCard,
-    NoPrefixCache,
     Prompt,
     Usage,
 )
@@ -80,7 +80,7 @@ class StubPrompts:
 
 
 @dataclass
-class ScriptedEngine(NoPrefixCache):
+class ScriptedEngine:
     """An engine that runs `script` for every generation: yields, raises or waits."""
 
     script: Sequence[Event | Exception | asyncio.Event] = ()
@@ -131,11 +131,8 @@ class ScriptedEngine(NoPrefixCache):
     def queue_place(self, generation: Generation) -> QueuePlace | None:
         return self.place
 
-    def memory_bytes(self) -> int:
-        return 0
-
-    def memory_limit_bytes(self) -> int:
-        return 0
+    def state(self) -> EngineState:
+        return EngineState()
 
     def memory_reading(self) -> MemoryReading:
         return MemoryReading()

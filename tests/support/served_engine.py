@@ -76,7 +76,7 @@ def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator
             engine=engine,
             clock=time.time,
             started_s=time.time(),
-            pictures=PictureMemory.within(engine.memory_limit_bytes()),
+            pictures=PictureMemory.within(engine.state().memory_limit_bytes),
         )
         membership = Membership(
             gateway_url=join,
@@ -113,10 +113,14 @@ def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator
                 worker=worker,
             )
         finally:
-            for _ in range(2):  # the second request ends answers that still run
-                loop.call_soon_threadsafe(shutdown.request)
+            loop.call_soon_threadsafe(_end, shutdown)
             thread.join(_END_S)
             assert not thread.is_alive()
+
+
+def _end(shutdown: Shutdown) -> None:
+    for _ in range(2):  # the second request ends answers that still run
+        shutdown.request()
 
 
 @contextlib.contextmanager

@@ -9,16 +9,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.auth.usage_store import UsageStore
 from gateway.routing.select import Candidate, Decision
-from gateway.state.counters import CounterStore, MemoryCounters
+from gateway.state.counters import MemoryCounters
 from gateway.state.recent_errors import RecentErrors
 from gateway.state.redis import RedisClient
-from gateway.state.shared_counters import SharedCounters
+from gateway.state.shared_counters import CounterStore, SharedCounters
 from gateway.state.worker_reports import SharedWorkerReports
 from gateway.status.render import mtp_status
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerMetrics, exposition
 from gateway.telemetry.request_record import RequestRecord
-from gateway.types import Drafts, Inspected, Outcome, Usage
+from gateway.types import Drafts, Outcome, Usage
 from paceline.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
 from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.memory_records import MemoryRecords
@@ -28,9 +28,7 @@ from tests.support.scripted_worker import lane_report
 K = 2
 """Draft tokens per step."""
 MODELS = {"a": "demo", "b": "demo", "c": "other"}
-PROFILES = {
-    model: Inspected(model, RequestProfile(Endpoint.CHAT, model), {}) for model in ("demo", "other")
-}
+PROFILES = {model: RequestProfile(Endpoint.CHAT, model) for model in ("demo", "other")}
 
 
 class SimulatedWorker:
@@ -159,7 +157,7 @@ class Simulation:
                 Outcome.COMPLETED,
                 200,
                 self.dice.random(),
-                inspected=PROFILES[worker.model],
+                profile=PROFILES[worker.model],
                 decision=Decision("greedy", (), (candidate,)),
                 candidate=candidate,
                 attempts=1,

@@ -7,22 +7,42 @@ import contextlib
 import difflib
 import hashlib
 import random
+import re
+import tomllib
 import warnings
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from cosmic_ray.commands.init import init
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
+from cosmic_ray.tools.filters.operators_filter import OperatorsFilter
 from cosmic_ray.work_db import use_db
 from cosmic_ray.work_item import MutationSpec
 
-from tools.mutants.config import Skip
+_FOLDER = Path(__file__).parent
+CONFIG = _FOLDER / "config.toml"
+Entry = tuple[str, str, str, str]
+"""Module, operator, line before and after: the key of an accepted survivor."""
 
-Position = tuple[int, int]
-"""A line, counted from one, and a column, counted in characters from zero."""
+
+def load_config() -> dict[str, Any]:
+    """Return what is ours of `config.toml`."""
+    return dict(tomllib.loads(CONFIG.read_text())["driver"])
+
+
+def load_accepted(path: Path = _FOLDER / "equivalent.toml") -> dict[Entry, str]:
+    """Return the reason of each accepted survivor; each must have one."""
+    accepted = {}
+    for entry in tomllib.loads(path.read_text()).get("survivor", []):
+        if not entry["reason"].strip():
+            raise ValueError(f"{path.name}: the entry for {entry['line']!r} has no reason")
+        key = entry["module"], entry["operator"], entry["line"], entry["becomes"]
+        accepted[key] = entry["reason"]
+    return accepted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +52,9 @@ class Mutant:
     module: str
     operator: str
     occurrence: int
-    at: Position
+    at: int
+    """The line, counted from one."""
     line: str
-    becomes: str
     source: str
     mutated: str
 
@@ -45,11 +65,17 @@ class Mutant:
         return f"{self.module}:{digest}:{self.operator}:{self.occurrence}"
 
     @property
-    def diff(self) -> str:
+    def diff(self) -> list[str]:
         """Return the changed lines as a diff."""
         before, after = self.source.splitlines(), self.mutated.splitlines()
         changes = difflib.unified_diff(before, after, lineterm="", n=0)
-        return "\n".join(one for one in list(changes)[2:] if not one.startswith("@@"))
+        return [one for one in list(changes)[2:] if not one.startswith("@@")]
+
+    @property
+    def entry(self) -> Entry:
+        """Return its key among accepted survivors; the first new line, if there is one."""
+        new = [one[1:].strip() for one in self.diff if one.startswith("+") and one[1:].strip()]
+        return self.module, self.operator, self.line, new[0] if new else ""
 
 
 def find_targets(root: Path, globs: Sequence[str]) -> list[str]:
@@ -64,8 +90,8 @@ def find_targets(root: Path, globs: Sequence[str]) -> list[str]:
 
 
 def all_mutations(root: Path, modules: Sequence[str], state: Path) -> list[MutationSpec]:
-    """Return every mutation of cosmic-ray for some modules, from a cached session."""
-    digest = hashlib.sha256()
+    """Return what the filters of cosmic-ray leave of its mutations, from a cached session."""
+    digest = hashlib.sha256(CONFIG.read_bytes())
     for module in modules:
         digest.update(module.encode() + b"\0" + (root / module).read_bytes() + b"\0")
     session = state / f"session-{digest.hexdigest()[:16]}.sqlite"
@@ -76,13 +102,14 @@ def all_mutations(root: Path, modules: Sequence[str], state: Path) -> list[Mutat
         unfinished.unlink(missing_ok=True)
         with contextlib.chdir(root), use_db(str(unfinished)) as database:
             init([Path(module) for module in modules], database, {})
+            OperatorsFilter().filter(database, Namespace(config=str(CONFIG)))
         unfinished.rename(session)
     with use_db(str(session)) as database:
-        return [mutation for item in database.work_items for mutation in item.mutations]
+        return [one for item in database.pending_work_items for one in item.mutations]
 
 
 def draw(
-    root: Path, mutations: Sequence[MutationSpec], skip: Skip, *, count: int, seed: int
+    root: Path, mutations: Sequence[MutationSpec], skipped: Sequence[str], *, count: int, seed: int
 ) -> list[Mutant]:
     """Draw random mutants; a larger count with the same seed begins with the same ones."""
     order = sorted(
@@ -90,36 +117,28 @@ def draw(
     )
     random.Random(seed).shuffle(order)
     drawn: list[Mutant] = []
-    sources: dict[str, str] = {}
-    spared: dict[str, Spared] = {}
     for mutation in order:
         if len(drawn) == count:
             break
-        module = mutation.module_path.as_posix()
-        if module not in sources:
-            sources[module] = (root / module).read_text()
-            spared[module] = Spared(sources[module], skip)
-        if not spared[module].covers(mutation.start_pos):
-            mutant = make(mutation, module, sources[module])
-            if mutant is not None:
-                drawn.append(mutant)
+        mutant = make(mutation, (root / mutation.module_path).read_text())
+        if mutant is not None and not re.search("|".join(skipped), mutant.line):
+            drawn.append(mutant)
     return drawn
 
 
-def make(mutation: MutationSpec, module: str, source: str) -> Mutant | None:
+def make(mutation: MutationSpec, source: str) -> Mutant | None:
     """Apply a mutation; return None if the result is invalid or the same program."""
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
     mutated = mutate_code(source, operator, mutation.occurrence)
     if mutated is None or not _differs(source, mutated):
         return None
-    at = mutation.start_pos
+    at = mutation.start_pos[0]
     return Mutant(
-        module=module,
+        module=mutation.module_path.as_posix(),
         operator=mutation.operator_name.removeprefix("core/"),
         occurrence=mutation.occurrence,
         at=at,
-        line=source.splitlines()[at[0] - 1].strip(),
-        becomes=_becomes(source, mutated),
+        line=source.splitlines()[at - 1].strip(),
         source=source,
         mutated=mutated,
     )
@@ -133,111 +152,4 @@ def _differs(source: str, mutated: str) -> bool:
             compile(mutated, "mutant", "exec")
     except SyntaxError:
         return False
-    return _dump(source) != ast.dump(ast.parse(mutated))
-
-
-@lru_cache(maxsize=256)
-def _dump(source: str) -> str:
-    return ast.dump(ast.parse(source))
-
-
-def _becomes(source: str, mutated: str) -> str:
-    """Return the first new line, or an empty string if lines were only removed."""
-    before, after = source.splitlines(), mutated.splitlines()
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    for kind, _, _, start, end in matcher.get_opcodes():
-        new = [line.strip() for line in after[start:end] if kind != "equal" and line.strip()]
-        if new:
-            return new[0]
-    return ""
-
-
-class Spared:
-    """The parts of a module in which a change has no effect."""
-
-    def __init__(self, source: str, skip: Skip) -> None:
-        self._lines = source.splitlines()
-        self._skip = skip
-        self._spans: list[tuple[Position, Position]] = []
-        self._kept: list[tuple[Position, Position]] = []
-        """Parts within those that do matter."""
-        for node in ast.walk(ast.parse(source)):
-            self._add(node)
-
-    def covers(self, at: Position) -> bool:
-        """Return whether a mutation at a position is excluded."""
-        return _within(self._spans, at) and not _within(self._kept, at)
-
-    def _add(self, node: ast.AST) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            self._spare_signature(node)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            for decorator in node.decorator_list:
-                if _name(decorator) in self._skip.decorators:
-                    line = decorator.lineno
-                    self._spans.append(((line, 0), (line + 1, 0)))
-        elif isinstance(node, ast.AnnAssign):
-            self._spare_annotation(node.annotation)
-        elif isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
-            self._spans.append(((node.lineno, 0), self._end(node.body[-1])))
-        elif isinstance(node, ast.Call):
-            self._spare_arguments(node)
-
-    def _spare_signature(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        if any(_name(one) == "overload" for one in node.decorator_list):
-            self._spans.append((self._start(node), self._end(node)))
-            return
-        self._spans.append((self._start(node), self._start(node.body[0])))
-        arguments = node.args
-        for default in (*arguments.defaults, *arguments.kw_defaults):
-            if default is not None:
-                self._keep(default)
-        every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-        for argument in (*every, arguments.vararg, arguments.kwarg):
-            if argument is not None and argument.annotation is not None:
-                self._keep_calls(argument.annotation)
-
-    def _spare_annotation(self, annotation: ast.expr) -> None:
-        self._spans.append((self._start(annotation), self._end(annotation)))
-        self._keep_calls(annotation)
-
-    def _keep_calls(self, annotation: ast.expr) -> None:
-        for node in ast.walk(annotation):
-            if isinstance(node, ast.Call):
-                self._keep(node)
-
-    def _keep(self, node: ast.expr) -> None:
-        self._kept.append((self._start(node), self._end(node)))
-
-    def _spare_arguments(self, call: ast.Call) -> None:
-        function = call.func
-        if isinstance(function, ast.Attribute) and _name(function.value) in self._skip.loggers:
-            self._spans.append((self._end(function), self._end(call)))
-        names = self._skip.keywords.get(_name(function), frozenset())
-        for keyword in call.keywords:
-            if keyword.arg in names:
-                self._spans.append((self._start(keyword.value), self._end(keyword.value)))
-
-    def _start(self, node: ast.stmt | ast.expr) -> Position:
-        return node.lineno, self._characters(node.lineno, node.col_offset)
-
-    def _end(self, node: ast.stmt | ast.expr) -> Position:
-        line, column = node.end_lineno or node.lineno, node.end_col_offset or 0
-        return line, self._characters(line, column)
-
-    def _characters(self, line: int, utf8: int) -> int:
-        """Return the position in characters, as cosmic-ray counts; `ast` counts bytes."""
-        return len(self._lines[line - 1].encode()[:utf8].decode())
-
-
-def _within(spans: Sequence[tuple[Position, Position]], at: Position) -> bool:
-    return any(start <= at < end for start, end in spans)
-
-
-def _name(node: ast.expr) -> str:
-    """Return the last name of an expression: `cast` of `typing.cast(x)`."""
-    if isinstance(node, ast.Call):
-        return _name(node.func)
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    return ast.dump(ast.parse(source)) != ast.dump(ast.parse(mutated))

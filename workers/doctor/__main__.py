@@ -146,9 +146,9 @@ def _examine(named: str, mtp: str, seconds: float) -> Report:
         shares_passes=target.supports_batching,
         verifies_natively=target.native_verify,
         head=card.mtp_unavailable_reason or "drafts",
-        memory_limit_bytes=engine.memory_limit_bytes(),
-        row_bytes=engine.memory.row_cache_bytes(ROW_TOKENS),
-        longest_row_tokens=engine.memory.max_row_tokens(),
+        memory_limit_bytes=engine.state().memory_limit_bytes,
+        row_bytes=engine.admission.memory.row_cache_bytes(ROW_TOKENS),
+        longest_row_tokens=engine.admission.memory.max_row_tokens(),
         peak_bytes=mx.get_peak_memory(),
     )
     created = datetime.now(UTC).isoformat(timespec="seconds")

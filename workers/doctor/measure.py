@@ -17,18 +17,14 @@ from typing import Any
 from paceline.protocol import Speculation
 from paceline.request.profile import Sampling
 from workers.doctor.report import Equality, Round
-from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.decode.row import Row
 from workers.engine.engine import Engine
 from workers.engine.lane.scheduler import LaneScheduler
-from workers.engine.startup.self_test import QUESTIONS
-from workers.engine.text.detokenizer import TextStream
-from workers.engine.text.tokenizer import PromptRenderer
+from workers.engine.startup.self_test import QUESTIONS, chat_prompt, greedy_row
 from workers.engine.types import (
     Delta,
     EngineError,
     Event,
-    Generation,
-    InvalidGeneration,
     Prompt,
 )
 
@@ -159,8 +155,8 @@ def measure_reading(session: Session) -> float:
 def measure_round(session: Session, rows: int, k: int) -> Round:
     """Return the cost of a round with rows that draft k tokens, or raise `OutOfTime`."""
     session.check()
-    lane = session.lane
-    prompts = [chat(session.engine.prompts, QUESTIONS[at % len(QUESTIONS)]) for at in range(rows)]
+    lane, questions = session.lane, [QUESTIONS[at % len(QUESTIONS)] for at in range(rows)]
+    prompts = [chat_prompt(session.engine.prompts, question) for question in questions]
     answers = [_ask(session, prompt, k=k, max_tokens=_ENDLESS, ends=False) for prompt in prompts]
     while lane.running_rows < rows and not any(answer.done for answer in answers):
         session.check()
@@ -200,18 +196,10 @@ def compare(answers: Sequence[Answer], alone: Sequence[Answer], *, bits: bool = 
     )
 
 
-def chat(prompts: PromptRenderer, question: str) -> Prompt:
-    """Return the prompt of a question; a base model has no chat template."""
-    try:
-        return Prompt(text=prompts.chat([{"role": "user", "content": question}]), scope=None)
-    except InvalidGeneration:
-        return Prompt(text=question, scope=None)
-
-
 def _compare_answers(session: Session) -> dict[str, Any]:
     """Ask all questions alone and in company, with drafts and without."""
     questions = [*QUESTIONS, *_FURTHER_QUESTIONS]
-    prompts = [chat(session.engine.prompts, question) for question in questions]
+    prompts = [chat_prompt(session.engine.prompts, question) for question in questions]
     found: dict[str, Any] = {}
     alone: list[Answer] = []
     with session.measuring("answers alone"):
@@ -265,28 +253,20 @@ def _ask(
     exact: bool = False,
 ) -> Answer:
     """Add a row to the lane."""
-    prompts, lane, answer = session.engine.prompts, session.lane, Answer()
-    answer.row = Row(
-        generation=Generation(
-            request_id="doctor",
-            lane=lane.name,
-            prompt=prompt,
-            sampling=_GREEDY,
-            top_logprobs=0 if exact else None,
-            exact=exact,
-        ),
-        prompt=prompts.prepare(prompt),
-        seed=0,
-        max_tokens=max_tokens,
-        ends=lane.ends if ends else frozenset(),
+    answer = Answer()
+    answer.row = greedy_row(
+        session.lane,
+        session.engine.prompts,
+        prompt,
         draft_tokens=k,
-        draft_tokens_fixed=True,
-        with_head=lane.has_head,
-        text=TextStream(prompts.decode),
-        speculation=SpeculationCounter(k),
+        max_tokens=max_tokens,
         sink=answer.receive,
+        top_logprobs=0 if exact else None,
+        exact=exact,
     )
-    lane.add(answer.row)
+    if not ends:
+        answer.row.ends = frozenset()
+    session.lane.add(answer.row)
     return answer
 
 

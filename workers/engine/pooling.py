@@ -13,7 +13,8 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,14 +27,9 @@ from paceline.protocol import LaneReport, StartStage
 from paceline.request.pooling import EmbeddingsRequest, RerankRequest
 from paceline.request.profile import Endpoint
 from workers.engine import types
-from workers.engine.decode.memory_pressure import (
-    MemoryMonitor,
-    MemoryReading,
-    Pressure,
-    memory_reader,
-)
+from workers.engine.decode.memory_pressure import MemoryMonitor, Pressure, memory_reader
 from workers.engine.decode.metrics import Throughput
-from workers.engine.lane.thread import EngineThread
+from workers.engine.lane.thread import EngineThread, ThreadedEngine
 from workers.engine.model.device import limit_freed_buffers, limit_memory, memory_limit_bytes
 from workers.engine.model.model_folder import refusing
 from workers.engine.model.pooling_model import (
@@ -45,6 +41,7 @@ from workers.engine.model.pooling_model import (
     load_pooling_model,
 )
 from workers.engine.text.long_text import in_turn
+from workers.engine.types import Pooled
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +56,20 @@ _UNMEASURED_TOKENS_PER_S = 1000.0
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The rows of one request; `done` is called from the thread of MLX once they are computed."""
+    """The rows of one request."""
 
     rows: Sequence[TokenRow]
     numbers: Floats
     """[rows, dimensions]."""
-    done: Callable[[types.EngineError | None], None]
+    ended: Future[None] = field(default_factory=Future)
+    """Is done once they are computed, or has the `EngineError` why they are not."""
     cancelled: bool = False
     pending: list[int] = field(init=False)
     """Indices of rows that no step has computed, the shortest first."""
 
     def __post_init__(self) -> None:
         self.pending = sorted(range(len(self.rows)), key=self._length)
+        self.ended.set_running_or_notify_cancel()  # whoever waits cannot cancel it
 
     def _length(self, index: int) -> int:
         return len(self.rows[index].tokens)
@@ -97,16 +96,9 @@ class Job:
 class PoolingLane:
     """The jobs of one model; the engine's thread computes them, any thread reads the report."""
 
-    def __init__(
-        self,
-        model: PoolingModel,
-        *,
-        batch_tokens: int = _BATCH_TOKENS,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, model: PoolingModel, *, batch_tokens: int = _BATCH_TOKENS) -> None:
         self._model = model
         self._batch_tokens = batch_tokens
-        self._clock = clock
         self._jobs: deque[Job] = deque()
         """With pending rows; the next step begins with the first."""
         self._lock = threading.Lock()
@@ -150,7 +142,7 @@ class PoolingLane:
         tokens = sum(len(row.tokens) for row in rows)
         with self._lock:
             self._pending_tokens -= tokens
-        began_s = self._clock()
+        began_s = time.perf_counter()
         try:
             numbers = self._model.forward(rows)
             if not np.isfinite(numbers).all():
@@ -163,7 +155,7 @@ class PoolingLane:
             return
         with self._lock:
             self._prompt_tokens += tokens
-            self._speed.observe(tokens, self._clock() - began_s)
+            self._speed.observe(tokens, time.perf_counter() - began_s)
         for (job, index), found in zip(batch, numbers, strict=True):
             job.numbers[index] = found
         for job in dict.fromkeys(job for job, _ in batch):
@@ -213,7 +205,10 @@ class PoolingLane:
             self._open_jobs -= 1
             self._requests += 1
             self._pending_tokens -= sum(len(job.rows[index].tokens) for index in job.pending)
-        job.done(error)
+        if error is None:
+            job.ended.set_result(None)
+        else:
+            job.ended.set_exception(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,24 +221,15 @@ class PoolingSettings:
     endpoint: Endpoint
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pooled:
-    """The numbers of one request."""
-
-    numbers: Floats
-    """One row of them for each text or document."""
-    tokens: int
-    """The tokens that the model has read."""
-
-
-class PoolingEngine(types.NoPrefixCache):
+class PoolingEngine(ThreadedEngine):
     """An embedder or a reranker and its thread; create it with `PoolingEngine.start`."""
 
-    def __init__(self, settings: PoolingSettings, model: Embedder | Reranker) -> None:
+    def __init__(
+        self, settings: PoolingSettings, model: Embedder | Reranker, thread: EngineThread
+    ) -> None:
+        super().__init__(thread, MemoryMonitor(memory_reader(memory_limit_bytes())))
         self._model = model
         self._lane = PoolingLane(model)
-        self._monitor = MemoryMonitor(memory_reader(memory_limit_bytes()))
-        self.thread: EngineThread[PoolingEngine]
         parameters = [array for _, array in tree_flatten(model.module.parameters())]
         self.card = types.PoolingCard(
             model=settings.served_name,
@@ -260,6 +246,7 @@ class PoolingEngine(types.NoPrefixCache):
         cls, settings: PoolingSettings, progress: types.ProgressSink = lambda *_: None
     ) -> PoolingEngine:
         """Load the model on a new thread and serve it; raise `ModelUnusable` if that fails."""
+        thread = EngineThread()
 
         def load() -> tuple[PoolingEngine, tuple[PoolingLane, ...]]:
             with refusing(settings.model):
@@ -269,59 +256,65 @@ class PoolingEngine(types.NoPrefixCache):
                 progress(StartStage.KERNELS, 0, 1)
                 model.forward([TokenRow.of([0, 0]), TokenRow.of([0])])
                 limit_freed_buffers()
-                engine = cls(settings, model)
+                engine = cls(settings, model, thread)
             return engine, (engine._lane,)
 
-        thread = EngineThread(load)
-        engine = thread.start()
-        engine.thread = thread
-        return engine
+        return thread.start(load)
 
-    async def embed(self, request: EmbeddingsRequest, token_limit: int | None = None) -> Pooled:
-        """Return a vector for each text; raise an `EngineError` if there can be none."""
-        return await self._compute(await self._embedding_rows(request, token_limit))
+    def lane_reports(self) -> tuple[LaneReport, ...]:
+        """Return the counts of the one lane; safe from any thread."""
+        return (self._lane.report(),)
 
-    async def rerank(self, request: RerankRequest, token_limit: int | None = None) -> Pooled:
-        """Return a score for each document; raise an `EngineError` if there can be none."""
-        return await self._compute(await self._rerank_rows(request, token_limit))
+    async def compute(
+        self, request: EmbeddingsRequest | RerankRequest, token_limit: int | None = None
+    ) -> Pooled:
+        """Return a vector for each text, or a score for each document; raise an `EngineError`."""
+        rows = await self._read(request, token_limit)
+        if self._lane.full:
+            raise types.EngineBusy(retry_after_s=self._lane.retry_after_s)
+        reading = self.memory_reading()
+        if reading.pressure is Pressure.CRITICAL:
+            self.thread.call(mx.clear_cache)
+        reading.check()
+        job = Job(rows, np.zeros((len(rows), self._model.dimensions), dtype=np.float32))
+        self.thread.submit(partial(self._lane.add, job))
+        try:
+            await asyncio.wrap_future(job.ended)
+        finally:
+            job.cancelled = True  # the lane drops it before the next step, if it still has it
+        return Pooled(job.numbers, job.tokens)
 
     async def check(self, request: EmbeddingsRequest | RerankRequest) -> int:
         """Return the tokens of a request; raise an `EngineError` if it can never be answered."""
+        return sum(len(row.tokens) for row in await self._read(request, None))
+
+    async def _read(
+        self, request: EmbeddingsRequest | RerankRequest, token_limit: int | None
+    ) -> list[TokenRow]:
+        """Return the rows of a request; raise an `EngineError` if the model cannot read them."""
+        model, truncate = self._model, request.truncate
         if isinstance(request, EmbeddingsRequest):
-            rows = await self._embedding_rows(request, None)
+            assert isinstance(model, Embedder), "a reranker has no vectors"
+            if request.dimensions is not None and request.dimensions > model.dimensions:
+                raise types.InvalidGeneration(
+                    "dimensions", f"A vector of this model has {model.dimensions} numbers."
+                )
+            param, chars = "input", sum(map(len, request.inputs))
+            read = partial(model.rows, request.inputs, truncate=truncate)
         else:
-            rows = await self._rerank_rows(request, None)
-        return sum(len(row.tokens) for row in rows)
-
-    async def _embedding_rows(
-        self, request: EmbeddingsRequest, token_limit: int | None
-    ) -> list[TokenRow]:
-        assert isinstance(self._model, Embedder), "a reranker has no vectors"
-        if request.dimensions is not None and request.dimensions > self._model.dimensions:
-            raise types.InvalidGeneration(
-                "dimensions", f"A vector of this model has {self._model.dimensions} numbers."
+            assert isinstance(model, Reranker), "an embedder has no scores"
+            param, documents = "documents", request.documents
+            chars = len(request.query) * len(documents) + sum(map(len, documents))
+            read = partial(
+                model.rows,
+                request.query,
+                documents,
+                document_tokens=request.document_tokens,
+                truncate=truncate,
             )
-        read = partial(self._model.rows, request.inputs, truncate=request.truncate)
-        chars = sum(map(len, request.inputs))
-        return await in_turn(chars, partial(self._read_rows, read, "input", token_limit))
+        return await in_turn(chars, lambda: self._check(read(), param, token_limit))
 
-    async def _rerank_rows(self, request: RerankRequest, token_limit: int | None) -> list[TokenRow]:
-        assert isinstance(self._model, Reranker), "an embedder has no scores"
-        read = partial(
-            self._model.rows,
-            request.query,
-            request.documents,
-            document_tokens=request.document_tokens,
-            truncate=request.truncate,
-        )
-        chars = len(request.query) * len(request.documents) + sum(map(len, request.documents))
-        return await in_turn(chars, partial(self._read_rows, read, "documents", token_limit))
-
-    def _read_rows(
-        self, read: Callable[[], list[TokenRow]], param: str, token_limit: int | None
-    ) -> list[TokenRow]:
-        """Read the rows of a request; raise an `EngineError` if the model cannot read them."""
-        rows = read()
+    def _check(self, rows: list[TokenRow], param: str, token_limit: int | None) -> list[TokenRow]:
         context, total = self._model.context_tokens, 0
         for index, row in enumerate(rows):
             count, where = len(row.tokens), f"{param}[{index}]"
@@ -342,62 +335,3 @@ class PoolingEngine(types.NoPrefixCache):
         if token_limit is not None and total > token_limit:
             raise types.TokenLimitExceeded(total)
         return rows
-
-    async def _compute(self, rows: Sequence[TokenRow]) -> Pooled:
-        if self._lane.full:
-            raise types.EngineBusy(retry_after_s=self._lane.retry_after_s)
-        reading = self.memory_reading()
-        if reading.pressure is Pressure.CRITICAL:
-            self.thread.call(mx.clear_cache)
-            raise types.MemoryShort(reading.used_bytes, reading.limit_bytes)
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[types.EngineError | None] = loop.create_future()
-
-        def end(error: types.EngineError | None) -> None:
-            if not ended.done():
-                ended.set_result(error)
-
-        def done(error: types.EngineError | None) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(end, error)
-
-        numbers = np.zeros((len(rows), self._model.dimensions), dtype=np.float32)
-        job = Job(rows, numbers, done)
-        self.thread.submit(self._lane, job)
-        try:
-            error = await ended
-        finally:
-            job.cancelled = True  # the lane drops it before the next step, if it still has it
-        if error is not None:
-            raise error
-        return Pooled(numbers=numbers, tokens=job.tokens)
-
-    @property
-    def alive(self) -> bool:
-        """Return whether the engine accepts requests."""
-        return self.thread.alive
-
-    @property
-    def ready(self) -> bool:
-        """Return whether it serves now, as always while it is alive."""
-        return self.alive
-
-    def lane_reports(self) -> tuple[LaneReport, ...]:
-        """Return the counts of the one lane; safe from any thread."""
-        return (self._lane.report(),)
-
-    def memory_bytes(self) -> int:
-        """Return the memory in use by MLX."""
-        return int(mx.get_active_memory())
-
-    def memory_limit_bytes(self) -> int:
-        """Return the limit of that memory."""
-        return memory_limit_bytes()
-
-    def memory_reading(self) -> MemoryReading:
-        """Return what the process takes of the memory."""
-        return self._monitor.reading()
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread; running requests raise `EngineStopped`."""
-        self.thread.stop(timeout_s)

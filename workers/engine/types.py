@@ -8,6 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from paceline.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
 from paceline.request.constraint import Constraint
 from paceline.request.profile import Bypass, Sampling
@@ -342,7 +345,22 @@ class SpecPrefillSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
+class LaneSettings:
+    """Settings of the lanes of an engine."""
+
+    draft_tokens: int = 2
+    max_rows: int = 8
+    """Maximum number of rows that decode together in one lane."""
+    prefill_chunk_tokens: int = 1024
+    """Chunk of a prefill while no row decodes."""
+    prefill_budget_s: float = 0.1
+    """Maximum duration of a chunk while rows decode."""
+    queue_limit: int = 256
+    """Maximum number of queued requests in one lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings(LaneSettings):
     """Settings of an engine."""
 
     model: Path
@@ -355,13 +373,6 @@ class EngineSettings:
     context_tokens: int | None = None
     """Limit of prompt and answer together; None: what the model was trained for."""
     lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
-    draft_tokens: int = 2
-    max_rows: int = 8
-    """Maximum number of rows that decode together in one lane."""
-    prefill_chunk_tokens: int = 1024
-    """Chunk of a prefill while no row decodes."""
-    prefill_budget_s: float = 0.1
-    """Maximum duration of a chunk while rows decode."""
     prefix_cache_bytes: int | None = None
     """Limit of the prefix cache in memory; None: a quarter of that for rows."""
     prefix_cache_quantized: bool = False
@@ -376,8 +387,6 @@ class EngineSettings:
     """A local directory with an MTP head, in place of the model's own."""
     spec_prefill: SpecPrefillSettings | None = None
     """None reads every prompt in full."""
-    queue_limit: int = 256
-    """Maximum number of queued requests in one lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,24 +441,27 @@ class ModelCard(Card):
     """Phrase on how long prompts are read; None if no draft model is configured."""
 
 
-class NoPrefixCache:
-    """The answers of an engine that keeps no prefixes, or is told of none."""
+class Pooled(NamedTuple):
+    """What an embedder or a reranker has computed for one request."""
 
-    def failed_allocations(self) -> int:
-        """Return 0: without prefixes to give back, an allocation that fails ends its request."""
-        return 0
+    numbers: NDArray[np.float32]
+    """[texts or documents, numbers of each]."""
+    tokens: int
+    """Tokens of all rows, those that the model adds included."""
 
-    def prefix_cache_bytes(self) -> int:
-        """Return 0."""
-        return 0
 
-    def prefixes(self) -> tuple[str, ...]:
-        """Return no keys of cached prefixes."""
-        return ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineState:
+    """What an engine reports of its memory and of its prefix cache, if it knows."""
 
-    def evicted_prefixes(self) -> tuple[str, ...]:
-        """Return no keys of evicted prefixes."""
-        return ()
-
-    async def drop_prefixes(self, scope: str | None) -> None:
-        """Delete nothing."""
+    memory_bytes: int = 0
+    """Memory in use by MLX: weights, caches, activations."""
+    memory_limit_bytes: int = 0
+    """Limit of that memory."""
+    failed_allocations: int = 0
+    """Allocations of the device that have failed since the start."""
+    prefix_cache_bytes: int = 0
+    prefixes: tuple[str, ...] = ()
+    """Keys of the cached prefixes, most recently used first."""
+    evicted_prefixes: tuple[str, ...] = ()
+    """Keys of the last evicted prefixes that are not on disk, the last one first."""

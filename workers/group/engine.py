@@ -66,7 +66,7 @@ class _Answer:
 
 
 @dataclass(kw_only=True, eq=False)
-class GroupEngine(types.NoPrefixCache):
+class GroupEngine:
     """One model on several machines; create it with `GroupEngine.start`.
 
     mlx-lm tells nothing of its prefix cache, and a rank whose allocation fails dies.
@@ -158,17 +158,15 @@ class GroupEngine(types.NoPrefixCache):
         del generation
         return None
 
-    def memory_bytes(self) -> int:
-        """Return the memory in use by MLX on all ranks."""
-        return self._ranks.memory_bytes if self._ranks else 0
-
-    def memory_limit_bytes(self) -> int:
-        """Return the sum of the limits of all ranks."""
-        return self._limit_bytes
+    def state(self) -> types.EngineState:
+        """Return the memory in use by MLX on all ranks, and the sum of their limits."""
+        used_bytes = self._ranks.memory_bytes if self._ranks else 0
+        return types.EngineState(memory_bytes=used_bytes, memory_limit_bytes=self._limit_bytes)
 
     def memory_reading(self) -> MemoryReading:
-        """Return the memory in use by all ranks, and the sum of their limits."""
-        return MemoryReading(used_bytes=self.memory_bytes(), limit_bytes=self._limit_bytes)
+        """Return the same memory."""
+        state = self.state()
+        return MemoryReading(used_bytes=state.memory_bytes, limit_bytes=state.memory_limit_bytes)
 
     @asynccontextmanager
     async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:

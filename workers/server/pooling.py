@@ -74,15 +74,12 @@ class PoolingResponse(WorkResponse):
         self._token_limit = limit
 
     async def _respond(self, send: Send) -> bytes:  # noqa: ARG002
-        engine, asked, limit = self._worker.engine, self._asked, self._token_limit
+        asked = self._asked
+        numbers, tokens = await self._worker.engine.compute(asked, self._token_limit)
         if isinstance(asked, EmbeddingsRequest):
-            pooled = await engine.embed(asked, limit)
-            return await asyncio.to_thread(_embeddings, asked, pooled.numbers, pooled.tokens)
-        pooled = await engine.rerank(asked, limit)
-        scores = pooled.numbers[:, 0].tolist()
-        return to_json(
-            {"id": f"rerank-{self._request_id}"} | _ranking(asked, scores, pooled.tokens)
-        )
+            return await asyncio.to_thread(_embeddings, asked, numbers, tokens)
+        ranking = _ranking(asked, numbers[:, 0].tolist(), tokens)
+        return to_json({"id": f"rerank-{self._request_id}"} | ranking)
 
 
 def _embeddings(asked: EmbeddingsRequest, vectors: NDArray[np.float32], tokens: int) -> bytes:

@@ -132,8 +132,7 @@ class Worker(Generic[EngineT]):
     def report(self) -> WorkerReport:
         """Return one consistent snapshot of the worker."""
         card = self.engine.card
-        prefixes = self.engine.prefixes()
-        memory = self.engine.memory_reading()
+        state, memory = self.engine.state(), self.engine.memory_reading()
         return WorkerReport(
             worker_id=self.worker_id,
             boot_id=self.boot_id,
@@ -151,15 +150,15 @@ class Worker(Generic[EngineT]):
             sees_pictures=card.vision,
             ready=self.ready,
             draining=self.traffic.draining,
-            memory_bytes=self.engine.memory_bytes(),
-            memory_limit_bytes=self.engine.memory_limit_bytes(),
+            memory_bytes=state.memory_bytes,
+            memory_limit_bytes=state.memory_limit_bytes,
             footprint_bytes=memory.used_bytes,
             footprint_limit_bytes=memory.limit_bytes,
             memory_pressure=memory.pressure,
-            failed_allocations=self.engine.failed_allocations(),
-            prefix_cache_bytes=self.engine.prefix_cache_bytes(),
-            prefixes=prefixes[:MAX_REPORTED_PREFIXES],
-            prefix_count=len(prefixes),
-            evicted_prefixes=self.engine.evicted_prefixes()[:MAX_REPORTED_PREFIXES],
+            failed_allocations=state.failed_allocations,
+            prefix_cache_bytes=state.prefix_cache_bytes,
+            prefixes=state.prefixes[:MAX_REPORTED_PREFIXES],
+            prefix_count=len(state.prefixes),
+            evicted_prefixes=state.evicted_prefixes[:MAX_REPORTED_PREFIXES],
             lanes=self.engine.lane_reports(),
         )

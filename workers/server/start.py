@@ -239,7 +239,7 @@ async def _start_and_serve(
                 engine=engine,
                 clock=time.time,
                 started_s=time.time(),
-                pictures=PictureMemory.within(engine.memory_limit_bytes()),
+                pictures=PictureMemory.within(engine.state().memory_limit_bytes),
                 changed=changed,
             )
             on_ready = functools.partial(announce, worker, source, settings.join)
@@ -322,9 +322,10 @@ def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None
         )
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
+    used_bytes = worker.engine.state().memory_bytes
     _print(
         f"Worker {worker.worker_id} serves {card.model} at {worker.url}. {lanes} {shared} "
-        f"({card.weights_bytes / 1e6:.1f} MB; {worker.engine.memory_bytes() / 1e6:.1f} MB in use). "
+        f"({card.weights_bytes / 1e6:.1f} MB; {used_bytes / 1e6:.1f} MB in use). "
         f"{_abilities(card)}"
     )
     if not sys.stdout.isatty():

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from bench.clients.cases import CHECKPOINT, MODEL, ONCE, URL, Mode, case, check, command, get, main
+from bench.clients import cases
 
 COUNTS = {
     "total_spec_decode_steps": "vllm:spec_decode_num_drafts_total",
@@ -21,7 +21,7 @@ COUNTS = {
 
 
 def counters() -> dict[str, int]:
-    exposition = get("/metrics")
+    exposition = cases.get("/metrics")
     return {
         name: sum(
             int(float(value))
@@ -32,9 +32,18 @@ def counters() -> dict[str, int]:
 
 
 def profile(*options: str) -> dict[str, Any]:
-    command(
-        *("aiperf", "profile", "--url", URL, "--model", MODEL, "--endpoint-type", "chat"),
-        *("--streaming", "--tokenizer", CHECKPOINT, "--ui", "none"),
+    cases.command(
+        *(
+            "aiperf",
+            "profile",
+            "--url",
+            cases.URL,
+            "--model",
+            cases.MODEL,
+            "--endpoint-type",
+            "chat",
+        ),
+        *("--streaming", "--tokenizer", cases.CHECKPOINT, "--ui", "none"),
         *("--concurrency", "4", "--request-count", "16", "--extra-inputs", "temperature:0"),
         *("--artifact-dir", "artifacts", *options),
     )
@@ -44,8 +53,8 @@ def profile(*options: str) -> dict[str, Any]:
     return result
 
 
-@case("16 requests, 4 at once: acceptance", ONCE)
-def acceptance(mode: Mode) -> str:
+@cases.once("16 requests, 4 at once: acceptance")
+def acceptance() -> str:
     questions = [f"Count from {first} to {first + 20}." for first in range(16)]
     prompts = Path("prompts.jsonl")
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in questions))
@@ -53,16 +62,16 @@ def acceptance(mode: Mode) -> str:
     result = profile("--input-file", str(prompts), "--custom-dataset-type", "single_turn")
     counted = {name: count - before[name] for name, count in counters().items()}
     reported = {name: int(result[name]["avg"]) for name in COUNTS}
-    check(reported == counted, f"reported {reported}, counted {counted}")
+    cases.check(reported == counted, f"reported {reported}, counted {counted}")
     rate = result["spec_decode_overall_draft_acceptance_rate"]["avg"]
     return f"draft acceptance rate {rate:.1f}%, as the gateway counts"
 
 
-@case("16 synthetic requests with ignore_eos", ONCE)
-def synthetic(mode: Mode) -> str:
+@cases.once("16 synthetic requests with ignore_eos")
+def synthetic() -> str:
     result = profile("--extra-inputs", "ignore_eos:true", "--output-tokens-mean", "20")
     return f"{result['request_count']['avg']:.0f} requests"
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

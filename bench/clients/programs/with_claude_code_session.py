@@ -11,63 +11,50 @@ import json
 import sys
 from functools import partial
 
-from bench.clients.cases import MODEL, ONCE, Mode, case, check, get, main
-from bench.clients.claude_code import ask
-from bench.clients.session import (
-    FOUND,
-    LONG,
-    MCP_SERVER,
-    PDF,
-    PDF_TEXT,
-    PICTURE,
-    pictures_of,
-    play,
-    search_compact_and_continue,
-    text_of,
-    write_files,
-)
+from bench.clients import cases, session
+from bench.clients.agents import ask_claude
 
-_SERVERS = {"mcpServers": {"notes": {"command": sys.executable, "args": [str(MCP_SERVER)]}}}
+_SERVER = {"command": sys.executable, "args": [str(session.MCP_SERVER)]}
 _TOOLS = "Read,Bash,ToolSearch"
 _OPTIONS = (
-    *("--mcp-config", json.dumps(_SERVERS), "--tools", _TOOLS),
-    *("--allowedTools", f"{_TOOLS},{FOUND}"),
+    *("--mcp-config", json.dumps({"mcpServers": {"notes": _SERVER}}), "--tools", _TOOLS),
+    *("--allowedTools", f"{_TOOLS},{session.FOUND}"),
 )
-
-
-def window() -> int:
-    """Return the context of the model, as the gateway tells it."""
-    told = get(f"/v1/models/{MODEL}", **{"anthropic-version": "2023-06-01"})
-    return int(json.loads(told)["max_input_tokens"])
+# The context of the model, as the gateway tells it.
+_TOLD = cases.get(f"/v1/models/{cases.MODEL}", **{"anthropic-version": "2023-06-01"})
+WINDOW = int(json.loads(_TOLD)["max_input_tokens"])
 
 
 def go_on(question: str, *, continued: bool = True) -> str:
-    """Return the answer of the session."""
     options = (*_OPTIONS, "--continue") if continued else _OPTIONS
-    result = ask(question, *options, CLAUDE_CODE_MAX_CONTEXT_TOKENS=str(window()))
-    check(not result["is_error"], result["result"])
-    believed = result["modelUsage"][MODEL]["contextWindow"]
-    check(believed == window(), f"believes in {believed} tokens")
+    result = ask_claude(question, *options, CLAUDE_CODE_MAX_CONTEXT_TOKENS=str(WINDOW))
+    cases.check(not result["is_error"], result["result"])
+    believed = result["modelUsage"][cases.MODEL]["contextWindow"]
+    cases.check(believed == WINDOW, f"believes in {believed} tokens")
     return str(result["result"])
 
 
-@case("reads a PDF (scripted: the call of Read)", ONCE)
-def reads_pdf(_: Mode) -> str:
-    asked, told = play(partial(go_on, continued=False), ("Read", {"file_path": PDF}))
-    check(PDF_TEXT in text_of(told) and PDF_TEXT not in text_of(asked), text_of(told))
-    return f"the model got its text, and {len(pictures_of(told))} page as a picture"
+@cases.once("reads a PDF (scripted: the call of Read)")
+def reads_pdf() -> str:
+    first = partial(go_on, continued=False)
+    asked, told = session.play(first, ("Read", {"file_path": session.PDF}))
+    text = session.text_of(told)
+    cases.check(session.PDF_TEXT in text, text)
+    cases.check(session.PDF_TEXT not in session.text_of(asked), text)
+    return f"the model got its text, and {len(session.pictures_of(told))} page as a picture"
 
 
-@case("reads a picture (scripted: the call of Read)", ONCE)
-def reads_picture(_: Mode) -> str:
-    asked, told = play(go_on, ("Read", {"file_path": PICTURE}))
-    check(len(pictures_of(told)) > len(pictures_of(asked)), pictures_of(told))
+@cases.once("reads a picture (scripted: the call of Read)")
+def reads_picture() -> str:
+    asked, told = session.play(go_on, ("Read", {"file_path": session.PICTURE}))
+    pictures = session.pictures_of(told)
+    cases.check(len(pictures) > len(session.pictures_of(asked)), pictures)
     return "the model got it as a picture"
 
 
 if __name__ == "__main__":
-    search = ("ToolSearch", {"query": f"select:{FOUND}"})
-    read = ("Bash", {"command": f"cat {LONG}", "description": "read"})
-    search_compact_and_continue(go_on, search, read, (4, 3), window())
-    write_files()
-    main()
+    search = ("ToolSearch", {"query": f"select:{session.FOUND}"})
+    read = ("Bash", {"command": f"cat {session.LONG}", "description": "read"})
+    session.search_compact_and_continue(go_on, search, read, (4, 3), WINDOW)
+    session.write_files()
+    cases.main()

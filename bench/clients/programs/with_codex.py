@@ -7,55 +7,47 @@
 
 from __future__ import annotations
 
-from bench.clients.cases import (
-    HELLO,
-    LIMITED_KEY,
-    ONCE,
-    OVERFLOW,
-    Mode,
-    case,
-    check,
-    main,
-)
-from bench.clients.codex import agent, configure
+from bench.clients import cases
+from bench.clients.agents import codex, configure_codex
 
-CODEX = agent()
+CODEX = codex()
 
 
-@case("answers", ONCE)
-def answers(_mode: Mode) -> str:
-    printed = CODEX.ask("Say hello.")
-    check(HELLO in printed, printed[-300:])
-    return HELLO
+def says(question: str, *expected: str, result: str, key: str = cases.KEY) -> str:
+    printed = CODEX.ask(question, key)
+    cases.check(all(text in printed for text in expected), printed[-300:])
+    return result
 
 
-@case("runs a command and tells its result", ONCE)
-def tools(_mode: Mode) -> str:
-    printed = CODEX.ask("CALL echo and tell me what it printed.")
-    check("The tool said:" in printed and "paceline-42" in printed, printed[-300:])
-    return "it ran `echo`, and the model got its output"
+@cases.once("answers")
+def answers() -> str:
+    return says("Say hello.", cases.HELLO, result=cases.HELLO)
 
 
-@case("is interrupted: the worker stops", ONCE)
-def interrupted(_mode: Mode) -> str:
-    return CODEX.interrupt()
+@cases.once("runs a command and tells its result")
+def tools() -> str:
+    question = "CALL echo and tell me what it printed."
+    result = "it ran `echo`, and the model got its output"
+    return says(question, "The tool said:", "paceline-42", result=result)
 
 
-@case("meets a rate limit", ONCE)
-def limited(_mode: Mode) -> str:
-    CODEX.ask("Say hello.", LIMITED_KEY)
-    printed = CODEX.ask("Say hello.", LIMITED_KEY)
-    check("Reconnecting" in printed and HELLO in printed, printed[-300:])
-    return "waited as long as `retry-after` says, then got its answer"
+cases.once("is interrupted: the worker stops")(CODEX.interrupt)
 
 
-@case("meets the end of the context", ONCE)
-def overflow(_mode: Mode) -> str:
-    printed = CODEX.ask(OVERFLOW)
-    check("ran out of room in the model's context window" in printed, printed[-300:])
-    return "ran out of room in the model's context window"
+@cases.once("meets a rate limit")
+def limited() -> str:
+    key = cases.LIMITED_KEY
+    CODEX.ask("Say hello.", key)
+    waited = "waited as long as `retry-after` says, then got its answer"
+    return says("Say hello.", "Reconnecting", cases.HELLO, result=waited, key=key)
+
+
+@cases.once("meets the end of the context")
+def overflow() -> str:
+    full = "ran out of room in the model's context window"
+    return says(cases.OVERFLOW, full, result=full)
 
 
 if __name__ == "__main__":
-    configure()
-    main()
+    configure_codex()
+    cases.main()

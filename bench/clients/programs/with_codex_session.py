@@ -9,43 +9,33 @@ from __future__ import annotations
 
 import json
 
-from bench.clients.cases import MODEL, ONCE, Mode, case, check, get, main
-from bench.clients.codex import agent, configure_session
-from bench.clients.session import (
-    LONG,
-    MCP_SERVER,
-    PDF,
-    PICTURE,
-    pictures_of,
-    play,
-    search_compact_and_continue,
-    text_of,
-    write_files,
-)
+from bench.clients import cases, session
+from bench.clients.agents import codex, configure_codex
 
-WINDOW = int(json.loads(get(f"/v1/models/{MODEL}"))["max_model_len"])
-begin, go_on = agent().ask, agent("resume", "--last").ask
+WINDOW = int(json.loads(cases.get(f"/v1/models/{cases.MODEL}"))["max_model_len"])
+begin, go_on = codex().ask, codex("resume", "--last").ask
 
 
-@case("reads a picture (scripted: the call of view_image)", ONCE)
-def reads_picture(_: Mode) -> str:
-    asked, told = play(begin, ("view_image", {"path": PICTURE}))
-    check(pictures_of(told) and not pictures_of(asked), text_of(told)[-300:])
+@cases.once("reads a picture (scripted: the call of view_image)")
+def reads_picture() -> str:
+    asked, told = session.play(begin, ("view_image", {"path": session.PICTURE}))
+    seen = session.pictures_of(told) and not session.pictures_of(asked)
+    cases.check(seen, session.text_of(told)[-300:])
     return "the model got it as a picture"
 
 
-@case("has no way to send a PDF: its protocol has none (scripted: the call of view_image)", ONCE)
-def reads_no_pdf(_: Mode) -> str:
-    told = text_of(play(go_on, ("view_image", {"path": PDF}))[-1])
+@cases.once("has no way to send a PDF: its protocol has none (scripted: the call of view_image)")
+def reads_no_pdf() -> str:
+    told = session.text_of(session.play(go_on, ("view_image", {"path": session.PDF}))[-1])
     found = "unable to process image"
-    check(found in told, told[-300:])
+    cases.check(found in told, told[-300:])
     return f"the model got its words: {found}"
 
 
 if __name__ == "__main__":
     search = ("tool_search", {"query": "heron"})
-    read = ("exec_command", {"cmd": f"cat {LONG}"})
-    search_compact_and_continue(go_on, search, read, (4, 7), WINDOW)
-    write_files()
-    configure_session(WINDOW, MCP_SERVER)
-    main()
+    read = ("exec_command", {"cmd": f"cat {session.LONG}"})
+    session.search_compact_and_continue(go_on, search, read, (4, 7), WINDOW)
+    session.write_files()
+    configure_codex(WINDOW, session.MCP_SERVER)
+    cases.main()

@@ -12,16 +12,16 @@ import instructor
 from openai import OpenAI
 from pydantic import BaseModel
 
-from bench.clients.cases import API, MODEL, PERSON, Mode, case, main
+from bench.clients import cases
 from bench.clients.schemas import Anything, Person
 
 
-def extract(model: type[BaseModel], kind: Any, mode: Mode) -> str:
-    client = instructor.from_openai(OpenAI(base_url=API, api_key="none"), mode=kind)
+def extract(model: type[BaseModel], kind: Any, mode: cases.Mode) -> str:
+    client = instructor.from_openai(OpenAI(base_url=cases.API, api_key="none"), mode=kind)
     request: dict[str, Any] = {
-        "model": MODEL,
+        "model": cases.MODEL,
         "response_model": model,
-        "messages": [{"role": "user", "content": PERSON}],
+        "messages": [{"role": "user", "content": cases.PERSON}],
         "temperature": mode.temperature,
         "max_retries": 0,
     }
@@ -32,9 +32,9 @@ def extract(model: type[BaseModel], kind: Any, mode: Mode) -> str:
 
 
 for _name in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "FUNCTIONS"):
-    case(f"Mode.{_name}")(partial(extract, Person, getattr(instructor.Mode, _name)))
+    cases.case(f"Mode.{_name}")(partial(extract, Person, getattr(instructor.Mode, _name)))
 # The schema is in the prompt alone, which the demo model does not understand.
-case("Mode.JSON")(partial(extract, Anything, instructor.Mode.JSON))
+cases.case("Mode.JSON")(partial(extract, Anything, instructor.Mode.JSON))
 
 if __name__ == "__main__":
-    main()
+    cases.main()

@@ -13,20 +13,7 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from openai import LengthFinishReasonError
 
-from bench.clients.cases import (
-    API,
-    MODEL,
-    ONCE,
-    OVERFLOW,
-    PERSON,
-    WEATHER,
-    WHOLE,
-    Mode,
-    case,
-    check,
-    expect,
-    main,
-)
+from bench.clients import cases
 from bench.clients.schemas import Person
 
 
@@ -36,12 +23,17 @@ def get_weather(city: str) -> str:
     return f"weather in {city}: sunny"
 
 
-def chat(mode: Mode) -> Any:
-    fields: Any = {"base_url": API, "api_key": "none", "model": MODEL, "max_tokens": 300}
+def chat(mode: cases.Mode) -> Any:
+    fields: Any = {
+        "base_url": cases.API,
+        "api_key": "none",
+        "model": cases.MODEL,
+        "max_tokens": 300,
+    }
     return ChatOpenAI(temperature=mode.temperature, max_retries=0, **fields)
 
 
-def join(runnable: Any, question: Any, mode: Mode) -> Any:
+def join(runnable: Any, question: Any, mode: cases.Mode) -> Any:
     """Return the answer, or the sum of the chunks of its stream."""
     if not mode.stream:
         return runnable.invoke(question)
@@ -51,63 +43,65 @@ def join(runnable: Any, question: Any, mode: Mode) -> Any:
     return first
 
 
-def extract(method: str, mode: Mode) -> str:
+def extract(method: str, mode: cases.Mode) -> str:
     runnable = chat(mode).with_structured_output(Person, method=method)
     if mode.stream:
-        *_, person = runnable.stream(PERSON)
+        *_, person = runnable.stream(cases.PERSON)
     else:
-        person = runnable.invoke(PERSON)
-    check(isinstance(person, Person), person)
+        person = runnable.invoke(cases.PERSON)
+    cases.check(isinstance(person, Person), person)
     return repr(person)
 
 
-case("with_structured_output: json_schema")(partial(extract, "json_schema"))
-case("with_structured_output: function_calling")(partial(extract, "function_calling"))
+cases.case("with_structured_output: json_schema")(partial(extract, "json_schema"))
+cases.case("with_structured_output: function_calling")(partial(extract, "function_calling"))
 
 
-@case("with_structured_output: json_mode")
-def json_mode(mode: Mode) -> str:
+@cases.case("with_structured_output: json_mode")
+def json_mode(mode: cases.Mode) -> str:
     runnable = chat(mode).with_structured_output(None, method="json_mode")
     try:
-        value = [*runnable.stream(PERSON)][-1] if mode.stream else runnable.invoke(PERSON)
+        value = (
+            [*runnable.stream(cases.PERSON)][-1] if mode.stream else runnable.invoke(cases.PERSON)
+        )
     except LengthFinishReasonError:
         return "cut by length"  # nothing bounds the object
-    check(isinstance(value, dict), value)
+    cases.check(isinstance(value, dict), value)
     return "an object"
 
 
-@case("bind_tools, called and answered")
-def tools(mode: Mode) -> str:
+@cases.case("bind_tools, called and answered")
+def tools(mode: cases.Mode) -> str:
     runnable = chat(mode).bind_tools([get_weather], strict=True)
-    message = join(runnable, WEATHER, mode)
+    message = join(runnable, cases.WEATHER, mode)
     if not message.tool_calls and mode.temperature:
         return "text"
     call = message.tool_calls[0]
     result = get_weather.invoke(call)
-    answer = join(runnable, [("user", WEATHER), message, result], mode)
+    answer = join(runnable, [("user", cases.WEATHER), message, result], mode)
     return f"{call['args']} -> {answer.content}"
 
 
-@case("bind_tools: tool_choice any")
-def forced(mode: Mode) -> str:
-    message = join(chat(mode).bind_tools([Person], tool_choice="any"), PERSON, mode)
-    check(message.tool_calls, message)
+@cases.case("bind_tools: tool_choice any")
+def forced(mode: cases.Mode) -> str:
+    message = join(chat(mode).bind_tools([Person], tool_choice="any"), cases.PERSON, mode)
+    cases.check(message.tool_calls, message)
     return str(message.tool_calls[0]["name"])
 
 
-@case("OpenAI, the class of completions", WHOLE)
-def completions(mode: Mode) -> str:
-    fields: Any = {"base_url": API, "api_key": "none", "model": MODEL, "max_tokens": 20}
+@cases.case("OpenAI, the class of completions", cases.WHOLE)
+def completions(mode: cases.Mode) -> str:
+    fields: Any = {"base_url": cases.API, "api_key": "none", "model": cases.MODEL, "max_tokens": 20}
     texts = OpenAI(temperature=mode.temperature, **fields).batch(["One, two,", "Three, four,"])
-    check(len(texts) == 2, texts)
+    cases.check(len(texts) == 2, texts)
     return "two texts"
 
 
-@case("a conversation that is too long", ONCE)
-def overflow(mode: Mode) -> str:
-    error = expect(ContextOverflowError, lambda: chat(mode).invoke(OVERFLOW))
-    return type(error).__name__
+@cases.once("a conversation that is too long")
+def overflow() -> str:
+    ask = chat(cases.WHOLE[0]).invoke
+    return type(cases.expect(ContextOverflowError, lambda: ask(cases.OVERFLOW))).__name__
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

@@ -17,21 +17,7 @@ from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-from bench.clients.cases import (
-    API,
-    CALL,
-    KEY,
-    MODEL,
-    ONCE,
-    SLOWLY,
-    URL,
-    Mode,
-    case,
-    check,
-    leave,
-    limits,
-    main,
-)
+from bench.clients import cases
 from bench.clients.schemas import City
 
 
@@ -41,13 +27,13 @@ def get_weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-def responses(key: str = KEY) -> Any:
-    fields: Any = {"base_url": API, "api_key": key, "model": MODEL, "max_retries": 0}
+def responses(key: str = cases.KEY) -> Any:
+    fields: Any = {"base_url": cases.API, "api_key": key, "model": cases.MODEL, "max_retries": 0}
     return ChatOpenAI(use_responses_api=True, **fields)
 
 
-def messages(key: str = KEY) -> Any:
-    fields: Any = {"base_url": URL, "api_key": key, "model": MODEL, "max_retries": 0}
+def messages(key: str = cases.KEY) -> Any:
+    fields: Any = {"base_url": cases.URL, "api_key": key, "model": cases.MODEL, "max_retries": 0}
     return ChatAnthropic(max_tokens=300, **fields)
 
 
@@ -59,48 +45,46 @@ def stream(runnable: Any, question: Any) -> Any:
     return first
 
 
-def tools(chat: Any, _mode: Mode) -> str:
+def tools(chat: Any) -> str:
     runnable = chat().bind_tools([get_weather])
     texts = []
     for ask in (runnable.invoke, partial(stream, runnable)):
-        message: Any = ask(CALL)
+        message: Any = ask(cases.CALL)
         result = get_weather.invoke(message.tool_calls[0])
-        answer: Any = ask([("user", CALL), message, result])
+        answer: Any = ask([("user", cases.CALL), message, result])
         texts.append(answer.text)
-    check(texts == ["The tool said: sunny in Paris"] * 2, texts)
+    cases.check(texts == ["The tool said: sunny in Paris"] * 2, texts)
     return f"{texts[0]}; {answer.usage_metadata['input_token_details']['cache_read']} cached tokens"
 
 
-def structured(chat: Any, _mode: Mode) -> str:
+def structured(chat: Any) -> str:
     runnable = chat().with_structured_output(City, method="json_schema")
     return repr(runnable.invoke("Hi"))
 
 
-def leaves(chat: Any, _mode: Mode) -> str:
-    def close_early() -> None:
-        chunks = chat().stream(SLOWLY)
-        next(chunks)
-        chunks.close()
-
-    return leave(close_early)
+def ask(chat: Any, question: str, key: str) -> None:
+    chat(key).invoke(question)
 
 
-def limited(chat: Any, rate_limit: Any, _mode: Mode) -> str:
-    def ask(question: str, key: str) -> object:
-        return chat(key).invoke(question)
-
-    errors = limits(ask, rate_limit, ContextOverflowError)
-    return ", ".join(type(error).__name__ for error in errors)
+def close_early(chat: Any) -> None:
+    chunks = chat().stream(cases.SLOWLY)
+    next(chunks)
+    chunks.close()
 
 
-_RATE_LIMITS = {responses: openai.RateLimitError, messages: anthropic.RateLimitError}
-for _wire, _chat in {"Responses": responses, "Messages": messages}.items():
-    case(f"{_wire}: a loop of tools, whole and streamed", ONCE)(partial(tools, _chat))
-    case(f"{_wire}: with_structured_output", ONCE)(partial(structured, _chat))
-    case(f"{_wire}: leaves a stream: the worker stops", ONCE)(partial(leaves, _chat))
-    case(f"{_wire}: meets a rate limit and the end of the context", ONCE)(
-        partial(limited, _chat, _RATE_LIMITS[_chat])
+for _wire, _chat, _limit in (
+    ("Responses", responses, openai.RateLimitError),
+    ("Messages", messages, anthropic.RateLimitError),
+):
+    cases.once(f"{_wire}: a loop of tools, whole and streamed", _chat)(tools)
+    cases.once(f"{_wire}: with_structured_output", _chat)(structured)
+    cases.leaves(f"{_wire}: leaves a stream: the worker stops", partial(close_early, _chat))
+    cases.meets_limits(
+        f"{_wire}: meets a rate limit and the end of the context",
+        partial(ask, _chat),
+        _limit,
+        ContextOverflowError,
     )
 
 if __name__ == "__main__":
-    main()
+    cases.main()

@@ -12,25 +12,17 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # before the import, which 
 
 import litellm
 
-from bench.clients.cases import (
-    API,
-    COUNT,
-    MODEL,
-    ONCE,
-    OVERFLOW,
-    PERSON,
-    WHOLE,
-    Mode,
-    case,
-    check,
-    expect,
-    main,
-)
+from bench.clients import cases
 from bench.clients.schemas import Person
 
 
-def ask(question: str, mode: Mode, **more: Any) -> Any:
-    fields = {"model": f"hosted_vllm/{MODEL}", "api_base": API, "api_key": "none", **more}
+def ask(question: str, mode: cases.Mode, **more: Any) -> Any:
+    fields = {
+        "model": f"hosted_vllm/{cases.MODEL}",
+        "api_base": cases.API,
+        "api_key": "none",
+        **more,
+    }
     messages = [{"role": "user", "content": question}]
     if not mode.stream:
         return litellm.completion(messages=messages, temperature=mode.temperature, **fields)
@@ -40,38 +32,40 @@ def ask(question: str, mode: Mode, **more: Any) -> Any:
     return litellm.stream_chunk_builder([*chunks])
 
 
-@case("chat")
-def text(mode: Mode) -> str:
-    content = ask(COUNT, mode, max_tokens=100).choices[0].message.content
-    check(content and (mode.temperature or "1, 2, 3" in content), content)
+@cases.case("chat")
+def text(mode: cases.Mode) -> str:
+    content = ask(cases.COUNT, mode, max_tokens=100).choices[0].message.content
+    cases.check(content and (mode.temperature or "1, 2, 3" in content), content)
     return "text"
 
 
-@case("response_format: a pydantic model")
-def structured(mode: Mode) -> str:
-    content = ask(PERSON, mode, response_format=Person).choices[0].message.content
+@cases.case("response_format: a pydantic model")
+def structured(mode: cases.Mode) -> str:
+    content = ask(cases.PERSON, mode, response_format=Person).choices[0].message.content
     return repr(Person.model_validate_json(content))
 
 
-@case("text_completion: two prompts", WHOLE)
-def completions(mode: Mode) -> str:
+@cases.case("text_completion: two prompts", cases.WHOLE)
+def completions(mode: cases.Mode) -> str:
     answer = litellm.text_completion(
-        model=f"text-completion-openai/{MODEL}",
-        api_base=API,
+        model=f"text-completion-openai/{cases.MODEL}",
+        api_base=cases.API,
         api_key="none",
         prompt=["One, two,", "Three, four,"],
         max_tokens=10,
         temperature=mode.temperature,
     )
-    check(len(answer.choices) == 2, answer)
+    cases.check(len(answer.choices) == 2, answer)
     return "two texts"
 
 
-@case("a conversation that is too long", ONCE)
-def overflow(mode: Mode) -> str:
-    error = expect(litellm.ContextWindowExceededError, lambda: ask(OVERFLOW, mode))
+@cases.once("a conversation that is too long")
+def overflow() -> str:
+    error = cases.expect(
+        litellm.ContextWindowExceededError, lambda: ask(cases.OVERFLOW, cases.WHOLE[0])
+    )
     return type(error).__name__
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

@@ -5,42 +5,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
-from bench.clients.cases import API, COUNT, MODEL, PERSON, Mode, case, check, command, main
+from bench.clients import cases
 
 os.environ["LLM_USER_PATH"] = str(Path.cwd())
-Path("extra-openai-models.yaml").write_text(
-    f"- model_id: bench\n  model_name: {MODEL}\n  api_base: {API}\n  supports_schema: true\n"
-    "  reasoning: true\n"
-)
+_MODEL: dict[str, object] = {"model_id": "bench", "model_name": cases.MODEL, "api_base": cases.API}
+_MODEL |= {"supports_schema": True, "reasoning": True}
+Path("extra-openai-models.yaml").write_text(json.dumps([_MODEL]))  # JSON is YAML
 
 
-def prompt(question: str, mode: Mode, *options: str) -> str:
+def prompt(question: str, mode: cases.Mode, *options: str) -> str:
     words = ["llm", "prompt", "-m", "bench", "-o", "temperature", str(mode.temperature)]
     stream = () if mode.stream else ("--no-stream",)
-    return command(*words, "--no-log", *options, *stream, question).strip()
+    return cases.command(*words, "--no-log", *options, *stream, question).strip()
 
 
-@case("prompt")
-def text(mode: Mode) -> str:
-    answer = prompt(COUNT, mode, "-o", "max_tokens", "60")
-    check(answer and (mode.temperature or "1, 2, 3" in answer), answer)
+@cases.case("prompt")
+def text(mode: cases.Mode) -> str:
+    answer = prompt(cases.COUNT, mode, "-o", "max_tokens", "60")
+    cases.check(answer and (mode.temperature or "1, 2, 3" in answer), answer)
     return f"{answer[:20]}…"
 
 
-@case("--schema")
-def schema(mode: Mode) -> str:
-    answer = prompt(PERSON, mode, "--schema", "age int, merry bool")
-    check('"age"' in answer, answer)
+@cases.case("--schema")
+def schema(mode: cases.Mode) -> str:
+    answer = prompt(cases.PERSON, mode, "--schema", "age int, merry bool")
+    cases.check('"age"' in answer, answer)
     return answer
 
 
-@case("-o reasoning_effort low")
-def effort(mode: Mode) -> str:
-    return prompt(COUNT, mode, "-o", "reasoning_effort", "low", "-o", "max_tokens", "60")[:20]
+@cases.case("-o reasoning_effort low")
+def effort(mode: cases.Mode) -> str:
+    return prompt(cases.COUNT, mode, "-o", "reasoning_effort", "low", "-o", "max_tokens", "60")[:20]
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

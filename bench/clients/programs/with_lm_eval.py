@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bench.clients.cases import API, CHECKPOINT, MODEL, ONCE, Mode, case, check, command, main
+from bench.clients import cases
 
 TASK = """
 task: {name}
@@ -44,35 +44,40 @@ for kind, target, more in (("choice", INDEX, CHOICE), ("generate", "{{answer}}",
 
 
 def evaluate(model: str, path: str, task: str, metric: str, *options: str) -> str:
-    arguments = {"model": MODEL, "base_url": f"{API}{path}", "num_concurrent": 4, "max_retries": 1}
-    arguments |= {"tokenizer": CHECKPOINT, "tokenizer_backend": "huggingface"}
+    arguments = {
+        "model": cases.MODEL,
+        "base_url": f"{cases.API}{path}",
+        "num_concurrent": 4,
+        "max_retries": 1,
+    }
+    arguments |= {"tokenizer": cases.CHECKPOINT, "tokenizer_backend": "huggingface"}
     output = Path(f"{model}-{task}")
-    command(
+    cases.command(
         *("lm_eval", "--model", model, "--tasks", task, "--include_path", str(tasks.absolute())),
         *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
         *("--output_path", str(output), *options),
     )
     (record,) = output.rglob("results*.json")
     results = json.loads(record.read_text())["results"][task]
-    check(f"{metric},none" in results, results)
+    cases.check(f"{metric},none" in results, results)
     return f"{metric} {results[f'{metric},none']}"
 
 
-@case("local-completions, multiple choice: token ids, echo, logprobs", ONCE)
-def choice(mode: Mode) -> str:
+@cases.once("local-completions, multiple choice: token ids, echo, logprobs")
+def choice() -> str:
     return evaluate("local-completions", "/completions", "local_choice", "acc")
 
 
-@case("local-completions, generate: lists of token ids", ONCE)
-def generate(mode: Mode) -> str:
+@cases.once("local-completions, generate: lists of token ids")
+def generate() -> str:
     return evaluate("local-completions", "/completions", "local_generate", "exact_match")
 
 
-@case("local-chat-completions, generate", ONCE)
-def chat(mode: Mode) -> str:
+@cases.once("local-chat-completions, generate")
+def chat() -> str:
     path, model = "/chat/completions", "local-chat-completions"
     return evaluate(model, path, "local_generate", "exact_match", "--apply_chat_template")
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

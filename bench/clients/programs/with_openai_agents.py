@@ -18,20 +18,20 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from bench.clients.cases import API, MODEL, PERSON, WEATHER, Mode, case, check, main
+from bench.clients import cases
 from bench.clients.schemas import Person
 
 set_tracing_disabled(disabled=True)
 
 
-def run(mode: Mode, question: str, settings: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """Run an agent to its end and return its output."""
-
+def run(
+    mode: cases.Mode, question: str, settings: dict[str, Any] | None = None, **fields: Any
+) -> Any:
     async def ask() -> Any:
-        async with AsyncOpenAI(base_url=API, api_key="none") as client:
+        async with AsyncOpenAI(base_url=cases.API, api_key="none") as client:
             agent: Any = Agent(
                 name="Assistant",
-                model=OpenAIChatCompletionsModel(MODEL, client),
+                model=OpenAIChatCompletionsModel(cases.MODEL, client),
                 model_settings=ModelSettings(
                     temperature=mode.temperature, max_tokens=300, **(settings or {})
                 ),
@@ -47,15 +47,15 @@ def run(mode: Mode, question: str, settings: dict[str, Any] | None = None, **fie
     return asyncio.run(ask())
 
 
-@case("output_type: a pydantic model")
-def structured(mode: Mode) -> str:
-    person = run(mode, PERSON, output_type=Person)
-    check(isinstance(person, Person), person)
+@cases.case("output_type: a pydantic model")
+def structured(mode: cases.Mode) -> str:
+    person = run(mode, cases.PERSON, output_type=Person)
+    cases.check(isinstance(person, Person), person)
     return repr(person)
 
 
-@case("a tool, called and answered")
-def tools(mode: Mode) -> str:
+@cases.case("a tool, called and answered")
+def tools(mode: cases.Mode) -> str:
     cities: list[str] = []
 
     @function_tool
@@ -64,13 +64,13 @@ def tools(mode: Mode) -> str:
         cities.append(city)
         return "weather: sunny"
 
-    text = run(mode, WEATHER, tools=[get_weather])
-    check(cities or mode.temperature, text)
+    text = run(mode, cases.WEATHER, tools=[get_weather])
+    cases.check(cities or mode.temperature, text)
     return f"{cities} -> {text}"
 
 
-@case("tool_choice: required, its result is the output")
-def required(mode: Mode) -> str:
+@cases.case("tool_choice: required, its result is the output")
+def required(mode: cases.Mode) -> str:
     @function_tool
     def store(city: Literal["Paris", "Rome"]) -> str:
         """Store a city."""
@@ -78,14 +78,14 @@ def required(mode: Mode) -> str:
 
     city = run(
         mode,
-        PERSON,
+        cases.PERSON,
         {"tool_choice": "required", "parallel_tool_calls": False},
         tools=[store],
         tool_use_behavior="stop_on_first_tool",
     )
-    check(city in ("Paris", "Rome"), city)
+    cases.check(city in ("Paris", "Rome"), city)
     return str(city)
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

@@ -24,22 +24,7 @@ from agents import (
 )
 from openai.types.shared import Reasoning
 
-from bench.clients.cases import (
-    API,
-    CALL,
-    HELLO,
-    KEY,
-    MODEL,
-    ONCE,
-    SLOWLY,
-    WEATHER,
-    Mode,
-    case,
-    check,
-    leave,
-    limits,
-    main,
-)
+from bench.clients import cases
 from bench.clients.schemas import City
 
 set_tracing_disabled(disabled=True)
@@ -56,10 +41,10 @@ def get_weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-def agent(wire: Wire, key: str = KEY, **fields: Any) -> Any:
+def agent(wire: Wire, key: str = cases.KEY, **fields: Any) -> Any:
     """Return an agent; the loop of each run needs one, because it has a client of its own."""
-    client = openai.AsyncOpenAI(base_url=API, api_key=key, max_retries=0)
-    return Agent(name="Assistant", model=wire(MODEL, client), **fields)
+    client = openai.AsyncOpenAI(base_url=cases.API, api_key=key, max_retries=0)
+    return Agent(name="Assistant", model=wire(cases.MODEL, client), **fields)
 
 
 def run(
@@ -67,7 +52,7 @@ def run(
     question: str,
     options: dict[str, Any] | None = None,
     *,
-    key: str = KEY,
+    key: str = cases.KEY,
     **fields: Any,
 ) -> Any:
     """Run an agent with its tool to the end; the options are those of the run."""
@@ -75,77 +60,78 @@ def run(
     return asyncio.run(Runner.run(one, question, **(options or {})))
 
 
-def answers(wire: Wire, _mode: Mode) -> str:
+def answers(wire: Wire) -> str:
     text = run(wire, "Hi", tools=[]).final_output
-    check(text == HELLO, text)
+    cases.check(text == cases.HELLO, text)
     return str(text)
 
 
-def tools(wire: Wire, _mode: Mode) -> str:
-    whole = run(wire, CALL).final_output
+def tools(wire: Wire) -> str:
+    whole = run(wire, cases.CALL).final_output
 
     async def stream() -> Any:
-        result = Runner.run_streamed(agent(wire, tools=[get_weather]), CALL)
+        result = Runner.run_streamed(agent(wire, tools=[get_weather]), cases.CALL)
         async for _ in result.stream_events():
             pass
         return result
 
     streamed = asyncio.run(stream())
-    check(whole == streamed.final_output == "The tool said: sunny in Paris", whole)
+    cases.check(whole == streamed.final_output == "The tool said: sunny in Paris", whole)
     cached = streamed.context_wrapper.usage.input_tokens_details.cached_tokens
     return f"{whole}; {cached} cached tokens"
 
 
-def structured(wire: Wire, _mode: Mode) -> str:
-    return repr(run(wire, WEATHER, tools=[], output_type=City).final_output)
+def structured(wire: Wire) -> str:
+    return repr(run(wire, cases.WEATHER, tools=[], output_type=City).final_output)
 
 
-def cancelled(wire: Wire, _mode: Mode) -> str:
+def ask(wire: Wire, question: str, key: str) -> None:
+    run(wire, question, key=key)
+
+
+def close_early(wire: Wire) -> None:
     async def cancel() -> None:
-        result = Runner.run_streamed(agent(wire), SLOWLY)
+        result = Runner.run_streamed(agent(wire), cases.SLOWLY)
         async for event in result.stream_events():
             if event.type == "raw_response_event":  # the request has begun
                 result.cancel()
 
-    return leave(lambda: asyncio.run(cancel()))
-
-
-def limited(wire: Wire, _mode: Mode) -> str:
-    errors = limits(
-        lambda question, key: run(wire, question, key=key),
-        openai.RateLimitError,
-        openai.BadRequestError,
-    )
-    return ", ".join(str(error.code) for error in errors)
+    asyncio.run(cancel())
 
 
 for _name, _wire in WIRES.items():
-    case(f"{_name}: answers", ONCE)(partial(answers, _wire))
-    case(f"{_name}: a loop of tools, whole and streamed", ONCE)(partial(tools, _wire))
-    case(f"{_name}: output_type, a pydantic model", ONCE)(partial(structured, _wire))
-    case(f"{_name}: is cancelled: the worker stops", ONCE)(partial(cancelled, _wire))
-    case(f"{_name}: meets a rate limit and the end of the context", ONCE)(partial(limited, _wire))
+    cases.once(f"{_name}: answers", _wire)(answers)
+    cases.once(f"{_name}: a loop of tools, whole and streamed", _wire)(tools)
+    cases.once(f"{_name}: output_type, a pydantic model", _wire)(structured)
+    cases.leaves(f"{_name}: is cancelled: the worker stops", partial(close_early, _wire))
+    cases.meets_limits(
+        f"{_name}: meets a rate limit and the end of the context",
+        partial(ask, _wire),
+        openai.RateLimitError,
+        openai.BadRequestError,
+        lambda error: error.code,
+    )
 
 
-@case("Responses: goes on by previous_response_id", ONCE)
-def goes_on(_mode: Mode) -> str:
+@cases.once("Responses: goes on by previous_response_id")
+def goes_on() -> str:
     wire = WIRES["Responses"]
-    first = run(wire, CALL)
+    first = run(wire, cases.CALL)
     then = run(wire, "And now?", {"previous_response_id": first.last_response_id})
-    alone = run(wire, CALL, {"auto_previous_response_id": True})
-    check(then.final_output == alone.final_output == first.final_output, then.final_output)
+    alone = run(wire, cases.CALL, {"auto_previous_response_id": True})
+    cases.check(then.final_output == alone.final_output == first.final_output, then.final_output)
     return str(then.final_output)
 
 
-@case("Responses: stateless, with sealed reasoning", ONCE)
-def stateless(_mode: Mode) -> str:
+@cases.once("Responses: stateless, with sealed reasoning")
+def stateless() -> str:
     settings = ModelSettings(
         store=False,
         reasoning=Reasoning(effort="low", summary="auto"),
         response_include=["reasoning.encrypted_content"],
     )
-    return str(run(WIRES["Responses"], CALL, model_settings=settings).final_output)
+    return str(run(WIRES["Responses"], cases.CALL, model_settings=settings).final_output)
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

@@ -7,53 +7,41 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-from bench.clients.cases import (
-    CALL,
-    HELLO,
-    LIMITED_KEY,
-    ONCE,
-    OVERFLOW,
-    Mode,
-    case,
-    check,
-    main,
-)
-from bench.clients.opencode import PACKAGES, agent, configure
+from bench.clients import cases
+from bench.clients.agents import PACKAGES, configure_opencode, opencode
 
 
-def tools(wire: str, _mode: Mode) -> str:
+def says(wire: str, question: str, *expected: str, result: str, key: str = cases.KEY) -> str:
+    printed = opencode(wire).ask(question, key)
+    cases.check(all(text in printed for text in expected), printed[-300:])
+    return result
+
+
+def tools(wire: str) -> str:
     Path("note.txt").write_text("the secret is 42")
-    printed = agent(wire).ask(CALL)
-    check("The tool said:" in printed and "paceline-42" in printed, printed[-300:])
-    return "it read a file, ran `echo`, and the model got its output"
-
-
-def interrupted(wire: str, _mode: Mode) -> str:
-    return agent(wire).interrupt()
+    result = "it read a file, ran `echo`, and the model got its output"
+    return says(wire, cases.CALL, "The tool said:", "paceline-42", result=result)
 
 
 for _wire in PACKAGES:
-    case(f"{_wire}: reads a file, runs a command, answers", ONCE)(partial(tools, _wire))
-    case(f"{_wire}: is interrupted: the worker stops", ONCE)(partial(interrupted, _wire))
+    cases.once(f"{_wire}: reads a file, runs a command, answers", _wire)(tools)
+    cases.once(f"{_wire}: is interrupted: the worker stops")(opencode(_wire).interrupt)
 
 
-@case("meets a rate limit", ONCE)
-def limited(_mode: Mode) -> str:
-    printed = agent("chat").ask("Say hello.", LIMITED_KEY)
-    check(HELLO in printed, printed[-300:])
-    return "waited as long as `retry-after` says, then got its answer"
+@cases.once("meets a rate limit")
+def limited() -> str:
+    result = "waited as long as `retry-after` says, then got its answer"
+    return says("chat", "Say hello.", cases.HELLO, result=result, key=cases.LIMITED_KEY)
 
 
-@case("meets the end of the context", ONCE)
-def overflow(_mode: Mode) -> str:
-    printed = agent("chat").ask(OVERFLOW)
-    check("maximum context length is" in printed, printed[-300:])
-    return "shows the gateway's error: maximum context length"
+@cases.once("meets the end of the context")
+def overflow() -> str:
+    result = "shows the gateway's error: maximum context length"
+    return says("chat", cases.OVERFLOW, "maximum context length is", result=result)
 
 
 if __name__ == "__main__":
-    configure()
-    main()
+    configure_opencode()
+    cases.main()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import shutil
 
-from bench.clients.cases import ONCE, Failed, Mode, case, check, command, get, main
+from bench.clients import cases
 
 
-@case("check metrics", ONCE)
-def metrics(mode: Mode) -> str:
+@cases.once("check metrics")
+def metrics() -> str:
     if shutil.which("promtool") is None:
-        raise Failed("is not installed (Debian: prometheus)")
+        raise cases.Failed("is not installed (Debian: prometheus)")
     # It exits with 3 for style warnings.
-    warnings = command(
-        "promtool", "check", "metrics", stdin=get("/metrics"), expected_codes=(0, 3)
+    warnings = cases.command(
+        "promtool", "check", "metrics", stdin=cases.get("/metrics"), expected_codes=(0, 3)
     ).splitlines()
     unexpected = [line for line in warnings if not (line.startswith("vllm:") and "':'" in line)]
-    check(not unexpected, "; ".join(unexpected))
+    cases.check(not unexpected, "; ".join(unexpected))
     return f"only warns about the ':' in the {len(warnings)} names of vLLM"
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

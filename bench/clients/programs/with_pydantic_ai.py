@@ -13,37 +13,39 @@ from pydantic_ai import Agent, NativeOutput, PromptedOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from bench.clients.cases import API, GREEDY, MODEL, PERSON, WEATHER, Mode, case, check, main
+from bench.clients import cases
 from bench.clients.schemas import Anything, Person
 
 
-def agent(mode: Mode, output: Any) -> Agent[None, Any]:
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=API, api_key="none"))
+def agent(mode: cases.Mode, output: Any) -> Agent[None, Any]:
+    model = OpenAIChatModel(
+        cases.MODEL, provider=OpenAIProvider(base_url=cases.API, api_key="none")
+    )
     settings: Any = {"temperature": mode.temperature, "max_tokens": 300}
     return Agent(model, output_type=output, model_settings=settings, retries=0)
 
 
-async def ask(one: Agent[None, Any], question: str, mode: Mode) -> Any:
+async def ask(one: Agent[None, Any], question: str, mode: cases.Mode) -> Any:
     if not mode.stream:
         return (await one.run(question)).output
     async with one.run_stream(question) as stream:
         return await stream.get_output()
 
 
-def extract(output: Any, mode: Mode) -> str:
-    person = asyncio.run(ask(agent(mode, output), PERSON, mode))
-    check(isinstance(person, Person | Anything), person)
+def extract(output: Any, mode: cases.Mode) -> str:
+    person = asyncio.run(ask(agent(mode, output), cases.PERSON, mode))
+    cases.check(isinstance(person, Person | Anything), person)
     return repr(person)[:60]
 
 
-case("output_type: by a tool")(partial(extract, Person))
-case("output_type: NativeOutput")(partial(extract, NativeOutput(Person)))
+cases.case("output_type: by a tool")(partial(extract, Person))
+cases.case("output_type: NativeOutput")(partial(extract, NativeOutput(Person)))
 # The schema is in the prompt alone, which the demo model does not understand.
-case("output_type: PromptedOutput", GREEDY)(partial(extract, PromptedOutput(Anything)))
+cases.case("output_type: PromptedOutput", cases.GREEDY)(partial(extract, PromptedOutput(Anything)))
 
 
-@case("a tool, called and answered")
-def tools(mode: Mode) -> str:
+@cases.case("a tool, called and answered")
+def tools(mode: cases.Mode) -> str:
     one, cities = agent(mode, str), []
 
     @one.tool_plain(strict=True)
@@ -52,10 +54,10 @@ def tools(mode: Mode) -> str:
         cities.append(city)
         return "weather: sunny"
 
-    text = asyncio.run(ask(one, WEATHER, mode))
-    check(cities or mode.temperature, text)
+    text = asyncio.run(ask(one, cases.WEATHER, mode))
+    cases.check(cities or mode.temperature, text)
     return f"{cities} -> {text}"
 
 
 if __name__ == "__main__":
-    main()
+    cases.main()

@@ -1,6 +1,6 @@
 // The client for the admin routes.
 
-import { ApiClient } from "./client.js";
+import { ApiClient } from "../shared/client.js";
 
 export const admin = new ApiClient("/admin/v1", "paceline-admin-key");
 

@@ -1,6 +1,6 @@
 // Suggestions below the caret of a text area: arrows choose, Enter or Tab inserts, Escape closes.
 
-import { make } from "./elements.js";
+import { make } from "../shared/elements.js";
 
 const COUNT_LIMIT = 12;
 

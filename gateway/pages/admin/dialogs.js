@@ -1,6 +1,6 @@
 // Native dialogs, so that focus stays inside and Escape closes them.
 
-import { button, make } from "./elements.js";
+import { button, make } from "../shared/elements.js";
 
 // Open a dialog and return it; closing it removes it from the page.
 export function openDialog(title, body, actions, settings = {}) {

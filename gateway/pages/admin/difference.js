@@ -1,6 +1,6 @@
 // The changes of an edit, and the recent requests that it would route differently.
 
-import { amount, bar, make, several } from "./elements.js";
+import { amount, bar, make, several } from "../shared/elements.js";
 
 // Render the response of the diff route.
 export function difference({ changes, decisions, moves, warnings }) {

@@ -1,6 +1,6 @@
 // A text area with line numbers and, below it, a coloured copy of the text.
 
-import { make } from "./elements.js";
+import { make } from "../shared/elements.js";
 import { coloured } from "./yaml_colors.js";
 
 const TOO_MANY_LINES = 4000;

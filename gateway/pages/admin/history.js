@@ -2,7 +2,7 @@
 
 import { openDialog } from "./dialogs.js";
 import { difference } from "./difference.js";
-import { ago, button, byId, make, pill } from "./elements.js";
+import { ago, button, byId, make, pill } from "../shared/elements.js";
 import { author, compare, storeAuthor, readVersion, rollBack } from "./policy_api.js";
 import { coloured } from "./yaml_colors.js";
 

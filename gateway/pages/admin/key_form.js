@@ -2,7 +2,7 @@
 
 import { requestJson } from "./api.js";
 import { openDialog } from "./dialogs.js";
-import { make } from "./elements.js";
+import { make } from "../shared/elements.js";
 
 export const LIMITS = [
   { name: "requests_a_minute", label: "Requests a minute", short: "requests/min" },

@@ -1,11 +1,11 @@
 // The API keys: create, edit and revoke.
 
 import { request, requestJson } from "./api.js";
-import { copyButton } from "./copy.js";
+import { copyButton } from "../shared/copy.js";
 import { confirmFirst, openDialog } from "./dialogs.js";
-import { ago, amount, button, byId, make, notice, pill } from "./elements.js";
+import { ago, amount, button, byId, make, notice, pill } from "../shared/elements.js";
 import { LIMITS, keyForm } from "./key_form.js";
-import { ALL_CLIENTS, snippetTabs } from "./snippets.js";
+import { ALL_CLIENTS, snippetTabs } from "../shared/snippets.js";
 import { showUsage } from "./usage.js";
 
 const TONES = { active: "ok", expired: "warn", revoked: "" };

@@ -1,8 +1,8 @@
 // The page: navigation between sections, sign-in and sign-out.
 
 import { admin, request } from "./api.js";
-import { isValidKey } from "./client.js";
-import { byId } from "./elements.js";
+import { byId } from "../shared/elements.js";
+import { connectSignIn, isValidKey } from "../shared/sign_in.js";
 import { keys } from "./keys.js";
 import { policy } from "./policy.js";
 import { workers } from "./workers.js";
@@ -47,16 +47,14 @@ async function go() {
   await SECTIONS[name].enter();
 }
 
-function askForKey(rejected) {
+function askForKey(why) {
   if (shown) SECTIONS[shown].leave();
   shown = null;
   admin.removeKey();
   show("sign-in");
-  byId("sign-in-refusal").textContent = rejected
-    ? "This is not the admin key of this gateway. On the gateway's machine it is the value of PACELINE_ADMIN_KEY, or else the content of ~/.paceline/admin-key."
-    : "";
-  byId("admin-key").value = "";
-  byId("admin-key").focus();
+  byId("sign-in-refusal").textContent = why;
+  byId("key").value = "";
+  byId("key").focus();
 }
 
 async function enter() {
@@ -71,18 +69,16 @@ async function enter() {
   await go();
 }
 
-admin.onSignedOut = askForKey;
+connectSignIn(admin, {
+  enter,
+  leave: () => askForKey(""),
+  refuse: askForKey,
+  refused:
+    "This is not the admin key of this gateway. On the gateway's machine it is the value of PACELINE_ADMIN_KEY, or else the content of ~/.paceline/admin-key.",
+});
 window.addEventListener("hashchange", () => {
   if (takeKeyFromAddress()) enter();
   else if (shown) go();
-});
-byId("sign-out").addEventListener("click", () => askForKey(false));
-byId("sign-in-form").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const key = byId("admin-key").value.trim();
-  if (!isValidKey(key)) return askForKey(true);
-  admin.storeKey(key);
-  await enter();
 });
 takeKeyFromAddress();
 await enter();

@@ -4,7 +4,7 @@ import { Completion } from "./completion.js";
 import { confirmFirst } from "./dialogs.js";
 import { difference } from "./difference.js";
 import { Editor } from "./editor.js";
-import { ago, button, byId, make, notice, several } from "./elements.js";
+import { ago, button, byId, make, notice, several } from "../shared/elements.js";
 import { showHistory } from "./history.js";
 import { applyPolicy, author, compare, storeAuthor, readExamples, readHistory, readPolicy, readSchema, validate } from "./policy_api.js";
 import { PolicySchema } from "./policy_schema.js";

@@ -1,6 +1,6 @@
 // The usage of keys and teams: bars by day, and sums.
 
-import { amount, bar, byId, make } from "./elements.js";
+import { amount, bar, byId, make } from "../shared/elements.js";
 
 const TOKENS = ["prompt_tokens", "completion_tokens", "guessed_tokens"];
 // Colours that differ for most eyes; the keys beyond share the last one.

@@ -2,7 +2,7 @@
 
 import { request, requestJson } from "./api.js";
 import { openDialog } from "./dialogs.js";
-import { ago, bar, button, byId, make, notice, pill, several } from "./elements.js";
+import { ago, bar, button, byId, make, notice, pill, several } from "../shared/elements.js";
 import { authorHeader } from "./policy_api.js";
 
 const REFRESH_MS = 2000;

@@ -1,6 +1,6 @@
 // Syntax colours for one line of YAML, by a regular expression instead of a parser.
 
-import { make } from "./elements.js";
+import { make } from "../shared/elements.js";
 
 const PARTS =
   /(?<comment>(?:^|(?<=\s))#.*$)|(?<key>(?<=^[\s-]*|[{,]\s*)(?:"[^"]*"|'[^']*'|[\w.*/@-]+)(?=:(?:\s|$)))|(?<text>"[^"]*"|'[^']*')|(?<value>(?<=[\s[,:{])(?:-?\d[\d._e+-]*|true|false|null)(?=[\s,\]}]|$))/g;

@@ -1,6 +1,6 @@
 // Charts over time, drawn by uPlot in the colours of the page.
 
-import { make } from "./elements.js";
+import { make } from "../shared/elements.js";
 
 const { uPlot } = window;
 const SHORTEST_S = 120;

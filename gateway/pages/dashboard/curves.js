@@ -1,7 +1,7 @@
 // The charts of the page, and the values that each takes from the history.
 
 import { Chart, oClock } from "./charts.js";
-import { byId } from "./elements.js";
+import { byId } from "../shared/elements.js";
 import { as } from "./numbers.js";
 
 const NOTHING = "No data yet: the curve starts with the first request.";
@@ -29,7 +29,7 @@ function curve(name, settings, ...readings) {
   return (past, { unix_s: now }) => chart.show(past.columns(...readings), now);
 }
 
-const accepted = (point) => (point.attempted ? point.acceptance_rate : null);
+const accepted = (point) => (point.attempted ? point.accepted / point.attempted : null);
 const half = (field) => (point) => (point[field].count ? point[field].p50 : null);
 const most = (field) => (point) => (point[field].count ? point[field].p95 : null);
 

@@ -1,8 +1,8 @@
 // The last requests that failed: of all keys for an admin, else of the viewer's own key.
 
-import { ApiClient } from "./client.js";
-import { copyButton } from "./copy.js";
-import { ago, make } from "./elements.js";
+import { ApiClient } from "../shared/client.js";
+import { copyButton } from "../shared/copy.js";
+import { ago, make } from "../shared/elements.js";
 
 const REFRESH_MS = 15_000;
 const COLUMNS = ["Time", "Reason", "Model", "Worker", "Key", "Request"];

@@ -1,6 +1,6 @@
 // The figures at the top of the page: the fleet and its load, then what drafts and cached prompts saved.
 
-import { byId, make, several } from "./elements.js";
+import { byId, make, several } from "../shared/elements.js";
 import { as, busyIn, place, span, write } from "./numbers.js";
 
 export function showFacts(state) {

@@ -1,6 +1,6 @@
 // The workers: state, memory and load.
 
-import { bar, make, pill, several } from "./elements.js";
+import { bar, make, pill, several } from "../shared/elements.js";
 import { busyIn, place } from "./numbers.js";
 
 const DRAFTED = { head: "by the MTP head", lookup: "by prompt lookup", forced: "by a schema" };

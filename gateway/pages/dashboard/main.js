@@ -1,24 +1,21 @@
 // The page: sign-in, the status stream, and the parts that show it.
 
-import { ApiClient, isValidKey, ApiError } from "./client.js";
+import { ApiClient, ApiError } from "../shared/client.js";
 import { makeCurves } from "./curves.js";
-import { byId } from "./elements.js";
+import { byId } from "../shared/elements.js";
+import { readEvents } from "../shared/event_stream.js";
+import { connectSignIn } from "../shared/sign_in.js";
 import { ErrorList } from "./errors.js";
-import { follow } from "./events.js";
 import { showFacts } from "./facts.js";
 import { workers } from "./fleet.js";
-import { gatewayFacts } from "./gateway.js";
 import { fill, renew } from "./numbers.js";
+import { gateway, positions, reasons, reuse, speeds } from "./panels.js";
 import { Past } from "./past.js";
-import { positions } from "./positions.js";
-import { reasons } from "./reasons.js";
-import { reuse } from "./reuse.js";
-import { speeds } from "./speeds.js";
 import { showTracks } from "./tracks.js";
 import { showProblem, showTrouble, worstState } from "./trouble.js";
 
 // The parts that are rendered for each state, by the id of their element.
-const PARTS = { positions, reuse, reasons, speeds, workers, gateway: gatewayFacts };
+const PARTS = { positions, reuse, reasons, speeds, workers, gateway };
 const AGAIN_MS = [500, 1000, 2000, 5000];
 // A stream that lasted this long resets the delay of reconnecting.
 const LASTED_MS = 3000;
@@ -39,6 +36,23 @@ function say(text, tone) {
   byId("live").className = `pill ${tone}`;
 }
 
+// Draw each state of the status stream until it ends: one event per second.
+async function follow(signal) {
+  const response = await client.request("GET", "/status/events", { signal });
+  for await (const event of readEvents(response)) {
+    if (event.startsWith("event: end")) return;
+    const status = JSON.parse(event.slice("data: ".length));
+    if (status.error) throw signedOutError(status.error);
+    draw(status, signal);
+  }
+}
+
+function signedOutError({ code, message }) {
+  if (code !== "invalid_api_key") return new ApiError(503, code, message);
+  client.onSignedOut(client.hasKey);
+  return new ApiError(401, code, message);
+}
+
 // Follow the stream while the page is visible; reconnect when it ends.
 async function enter() {
   leaving?.abort();
@@ -47,7 +61,7 @@ async function enter() {
     const began = Date.now();
     let problem = "The gateway ended the connection.";
     try {
-      await follow(client, (state) => draw(state, signal), signal);
+      await follow(signal);
     } catch (failure) {
       if (signal.aborted || failure.status === 401) return;
       if (!(failure instanceof ApiError)) throw failure;
@@ -64,9 +78,9 @@ async function enter() {
 }
 
 // Load the longest window once, so that the charts do not start empty.
-async function lookBack({ window: { max_length_s: longest } }, signal) {
+async function lookBack(signal) {
   try {
-    const answer = await client.request("GET", `/status?window=${Math.floor(longest)}s`, { signal });
+    const answer = await client.request("GET", "/status?window=15m", { signal });
     past.take(await answer.json());
   } catch {
     // The charts then start with the shorter window of the events.
@@ -87,7 +101,7 @@ function draw(state, signal) {
   if (byId("view-line").hidden) {
     show("line");
     curves ??= makeCurves();
-    lookBack(state, signal);
+    lookBack(signal);
   }
   say(...worstState(state));
   document.body.classList.remove("stale");
@@ -101,15 +115,7 @@ function draw(state, signal) {
   fill(byId("view-line"), state);
 }
 
-client.onSignedOut = (shown) => askForKey(shown ? "The gateway does not accept this key, or no longer does." : "");
-byId("sign-out").addEventListener("click", () => askForKey(""));
-byId("sign-in-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const key = byId("key").value.trim();
-  if (!isValidKey(key)) return client.onSignedOut(true);
-  client.storeKey(key);
-  enter();
-});
+connectSignIn(client, { enter, leave: () => askForKey(""), refuse: askForKey });
 // A hidden page makes no requests.
 document.addEventListener("visibilitychange", () => {
   if (!byId("view-sign-in").hidden) return;

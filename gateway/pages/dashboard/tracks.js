@@ -1,6 +1,6 @@
 // Pools as tracks: a mark for each running request, a ring for each queued one.
 
-import { make, several } from "./elements.js";
+import { make, several } from "../shared/elements.js";
 import { busyIn, place } from "./numbers.js";
 
 const MARKS_SHOWN = 48;

@@ -1,6 +1,6 @@
 // What is wrong with the fleet: sentences for the banner, and the state in one word.
 
-import { byId, make } from "./elements.js";
+import { byId, make } from "../shared/elements.js";
 
 // The time of a moment, and its day if that is not today.
 function clock(unixS) {
@@ -25,8 +25,8 @@ function sentences(workers) {
   });
 }
 
-export function showTrouble({ workers, speculation_and_reuse: both }) {
-  const texts = [...sentences(workers), ...(both.alarm ? [both.problem] : [])];
+export function showTrouble({ workers }) {
+  const texts = sentences(workers);
   const present = Object.values(workers).some(({ state, absence }) => state !== "gone" || SENTENCES[absence.kind]);
   const why = Object.values(workers).some(({ absence }) => absence.kind === "left") ? "All Macs have signed off" : "No worker has joined";
   const command = make("code", {}, `paceline worker --join ${location.origin} --token TOKEN`);

@@ -57,9 +57,6 @@ export class ApiClient {
   }
 }
 
-// A key must be a valid header value.
-export const isValidKey = (text) => /^[\x21-\x7e]+$/.test(text);
-
 async function errorOf(response) {
   try {
     const { error } = await response.json();

@@ -1,6 +1,6 @@
 // The models and the Macs, as cards.
 
-import { amount, make, pill, several } from "./elements.js";
+import { amount, make, pill, several } from "../shared/elements.js";
 
 const TONES = { ready: "ok", gone: "bad", ejected: "bad" };
 

@@ -1,10 +1,11 @@
 // The start page: how to connect, and which models and Macs are there.
 
-import { ApiClient, ApiError, isValidKey } from "./client.js";
-import { copyButton } from "./copy.js";
-import { byId, make } from "./elements.js";
+import { ApiClient, ApiError } from "../shared/client.js";
+import { copyButton } from "../shared/copy.js";
+import { byId, make } from "../shared/elements.js";
 import { macCards, modelCards } from "./fleet.js";
-import { ALL_CLIENTS, snippetTabs } from "./snippets.js";
+import { connectSignIn } from "../shared/sign_in.js";
+import { ALL_CLIENTS, snippetTabs } from "../shared/snippets.js";
 
 const REFRESH_MS = 3000;
 const BASE_URL = `${location.origin}/v1`;
@@ -127,22 +128,20 @@ async function follow() {
   }
 }
 
-client.onSignedOut = (sent) => {
-  client.removeKey();
-  if (sent) byId("key").value = "";
-  showSignedOut(sent ? "The gateway does not accept this key, or no longer does." : byId("sign-in-refusal").textContent);
-};
-byId("sign-out").addEventListener("click", () => {
-  client.removeKey();
-  refresh();
-});
-byId("sign-in-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const key = byId("key").value.trim();
-  if (!isValidKey(key)) return client.onSignedOut(true);
-  client.storeKey(key);
-  byId("key").value = "";
-  refresh();
+connectSignIn(client, {
+  enter() {
+    byId("key").value = "";
+    refresh();
+  },
+  leave() {
+    client.removeKey();
+    refresh();
+  },
+  refuse(why) {
+    client.removeKey();
+    if (why) byId("key").value = "";
+    showSignedOut(why || byId("sign-in-refusal").textContent);
+  },
 });
 byId("model").addEventListener("change", () => {
   chosen = byId("model").value;

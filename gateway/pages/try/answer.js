@@ -1,7 +1,7 @@
 // One answer: its text while it grows, and where and how it was written.
 
-import { BYPASS_REASONS } from "./bypass_reasons.js";
-import { amount, button, make, several } from "./elements.js";
+import { BYPASS_REASONS } from "../shared/bypass_reasons.js";
+import { amount, button, make, several } from "../shared/elements.js";
 import { MarkdownView } from "./markdown.js";
 import { TokenSources } from "./tokens.js";
 

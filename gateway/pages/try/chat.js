@@ -1,7 +1,7 @@
 // One streamed chat completion, as events.
 
-import { ApiError } from "./client.js";
-import { readEvents } from "./event_stream.js";
+import { ApiError } from "../shared/client.js";
+import { readEvents } from "../shared/event_stream.js";
 
 // Yield `{ response }` first, then each chunk of the answer; throw an ApiError if it fails or ends early.
 export async function* ask(client, body, signal) {

@@ -2,10 +2,11 @@
 
 import { Answer } from "./answer.js";
 import { ask } from "./chat.js";
-import { ApiClient, ApiError, isValidKey } from "./client.js";
-import { byId, button, make } from "./elements.js";
+import { ApiClient, ApiError } from "../shared/client.js";
+import { byId, button, make } from "../shared/elements.js";
 import { hasPictures, takePictures } from "./pictures.js";
-import { CHAT_CLIENTS, snippetTabs } from "./snippets.js";
+import { connectSignIn } from "../shared/sign_in.js";
+import { CHAT_CLIENTS, snippetTabs } from "../shared/snippets.js";
 
 const REFRESH_MS = 3000;
 const BASE_URL = `${location.origin}/v1`;
@@ -156,26 +157,24 @@ function trouble(text) {
   byId("trouble").hidden = !text;
 }
 
-client.onSignedOut = (sent) => {
-  client.removeKey();
-  byId("sign-out").hidden = true;
-  byId("sign-in-form").hidden = false;
-  byId("sign-in-refusal").textContent = sent ? "The gateway does not accept this key, or no longer does." : "";
-  byId("key").value = "";
-  byId("key").focus();
-};
-byId("sign-in-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  const key = byId("key").value.trim();
-  if (!isValidKey(key)) return client.onSignedOut(true);
-  client.storeKey(key);
-  byId("question").focus();
-  loadModels();
-});
-byId("sign-out").addEventListener("click", () => {
-  client.removeKey();
-  startOver();
-  loadModels();
+connectSignIn(client, {
+  enter() {
+    byId("question").focus();
+    loadModels();
+  },
+  leave() {
+    client.removeKey();
+    startOver();
+    loadModels();
+  },
+  refuse(why) {
+    client.removeKey();
+    byId("sign-out").hidden = true;
+    byId("sign-in-form").hidden = false;
+    byId("sign-in-refusal").textContent = why;
+    byId("key").value = "";
+    byId("key").focus();
+  },
 });
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();

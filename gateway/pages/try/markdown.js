@@ -2,8 +2,8 @@
 //
 // `put(start, end)` returns the nodes of a part of the text; so the caller may mark tokens in it.
 
-import { copyButton } from "./copy.js";
-import { make } from "./elements.js";
+import { copyButton } from "../shared/copy.js";
+import { make } from "../shared/elements.js";
 
 // Longer paragraphs stay plain. Each pattern below stops at the next mark of its own kind, so that
 // the time grows with the length of a text and not with its square.

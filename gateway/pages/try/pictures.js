@@ -1,6 +1,6 @@
 // The pictures of the next question: chosen, pasted or dropped.
 
-import { button, byId, make, notice } from "./elements.js";
+import { button, byId, make, notice } from "../shared/elements.js";
 
 const COUNT_LIMIT = 8;
 const BYTES_LIMIT = 16 * 1024 * 1024; // as base64 within the gateway's limit of a body

@@ -1,6 +1,6 @@
 // The tokens of an answer by their source, as ranges of its text.
 
-import { make } from "./elements.js";
+import { make } from "../shared/elements.js";
 
 export class TokenSources {
   #ends = [];

@@ -8,40 +8,35 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, object_in
-from gateway.protocols.documents import NO_DOCUMENTS, Document
+from gateway.protocols.base import choice_of, object_in, object_schema, objects_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
     IGNORED_FIELDS,
-    Json,
     MessagesChat,
     is_own_block,
     to_chat,
 )
 from gateway.protocols.messages.response import MessageEncoder, content_of, message_of, stop_of
-from gateway.protocols.openai import TranslatingFormat, reading_of
+from gateway.protocols.openai import InspectionContext
 from gateway.protocols.sealing import Sealer
+from gateway.protocols.translation import TranslatingFormat
 from gateway.routing.select import RoutingRequest
-from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, LimitState
+from gateway.types import Header, Headers, Inspected, Json, LimitState
 from paceline.request.compatibility import IGNORED, NEUTRAL
-from paceline.request.fields import FieldError, read_cache_salt
 from paceline.request.parser import HONOURED_FIELDS
 from paceline.request.profile import Endpoint
-from policies.document import PolicyDocument
 
 MESSAGES_PATH = "/v1/messages"
 _ERROR_TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -56,43 +51,25 @@ _OWN_FIELDS = FIELDS.difference(HONOURED_FIELDS[Endpoint.CHAT], IGNORED, NEUTRAL
 _OWN_CHOICES = ("auto", "any", "tool", "none")
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["model", "messages"],
-    "additionalProperties": False,
-    "properties": {
-        **{name: {} for name in sorted(FIELDS)},
-        "model": {"type": "string", "minLength": 1},
-        "max_tokens": {"type": ["integer", "null"], "minimum": 1},
-        "stream": {"type": ["boolean", "null"]},
-        "system": {"type": ["string", "array", "null"]},
-        "messages": {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "role": {"enum": ["user", "assistant", "system"]},
-                    "content": {"type": ["string", "array"]},
-                },
-            },
-        },
-    },
-}
+_MESSAGE = object_schema(
+    "role content",
+    strict=False,
+    role={"enum": ["user", "assistant", "system"]},
+    content=["string", "array"],
+)
+SCHEMA = object_schema(
+    "model messages",
+    *FIELDS,
+    model={"type": "string", "minLength": 1},
+    max_tokens={"type": ["integer", "null"], "minimum": 1},
+    stream=["boolean", "null"],
+    system=["string", "array", "null"],
+    messages={"type": "array", "minItems": 1, "items": _MESSAGE},
+)
 """The JSON Schema of a body; `to_chat` checks what it leaves open."""
-ERROR_SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "description": "Anthropic's shape.",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
+_ERROR = object_schema("type message", strict=False, type="string", message="string")
+ERROR_SCHEMA = object_schema("type error", strict=False, type={"const": "error"}, error=_ERROR) | {
+    "description": "Anthropic's shape."
 }
 
 
@@ -103,32 +80,17 @@ class MessagesFormat(TranslatingFormat):
         super().__init__(sealer)
         self._chat = MessagesChat({})
 
-    def inspect(
-        self,
-        body: Mapping[str, Any],
-        policy: PolicyDocument,
-        fleet: FleetView,
-        documents: Mapping[str, Document] = NO_DOCUMENTS,
-        caller: Caller = NO_CALLER,
-    ) -> Inspected:
-        """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
+    def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
         if body.get("thread") is not None:
             raise errors.ThreadUnserved
-        try:
-            self._scope = policy.prefix.scope(caller.key, caller.team, read_cache_salt(body))
-            reading = reading_of(body.get("model"), policy, fleet, documents)
-            chat = to_chat(body, self._is_ours, reading)
-        except FieldError as error:
-            raise errors.FieldInvalid(error.message, param=error.param) from None
-        self._refuse_hosted(chat.left_out, policy)
+        self._scope = context.scope(body)
+        chat = to_chat(body, self._is_ours, context.reading(body.get("model")))
         ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
-        inspected = self._inspect_chat(
-            chat.body, policy, fleet, chat.param, replaced=chat.replaced, ignored=ignored
-        )
+        inspected = self._inspect_chat(chat, context, ignored)
         self._chat = chat
         return inspected
 
-    def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:  # noqa: ARG002
+    def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the message of a whole answer."""
         choice = choice_of(answer)
         content = [*content_of(object_in(choice, "message"), self._mark)]
@@ -136,11 +98,9 @@ class MessagesFormat(TranslatingFormat):
         return encode_json(message | self._edits())
 
     def encoder(
-        self,
-        request: RoutingRequest,  # noqa: ARG002
-        late_headers: Sequence[Header] = (),  # noqa: ARG002 - a comment has them
+        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
-        """Return the encoder of a stream."""
+        """Return the encoder of a stream; a comment has the late headers."""
         return MessageEncoder(self._mark, self._edits())
 
     @property
@@ -197,26 +157,19 @@ def is_messages(body: Mapping[str, Any]) -> bool:
     return (
         not _OWN_FIELDS.isdisjoint(body)
         or (isinstance(choice, dict) and choice.get("type") in _OWN_CHOICES)
-        or any("name" in tool and "function" not in tool for tool in _objects(body.get("tools")))
+        or any("name" in tool and "function" not in tool for tool in objects_of(body.get("tools")))
         or any(
             is_own_block(block.get("type")) or isinstance(block.get("source"), dict)
-            for message in _objects(body.get("messages"))
-            for block in _objects(message.get("content"))
+            for message in objects_of(body.get("messages"))
+            for block in objects_of(message.get("content"))
         )
-    )
-
-
-def _objects(values: Any) -> Iterator[Json]:
-    return (
-        (one for one in values if isinstance(one, dict)) if isinstance(values, list) else iter(())
     )
 
 
 def error_body(error: errors.GatewayError) -> bytes:
     """Return the body of an error response in Anthropic's shape."""
-    kind = _ERROR_TYPES.get(error.status)
-    if kind is None:
-        kind = "invalid_request_error" if error.status < 500 else "api_error"
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ERROR_TYPES.get(error.status, other)
     message = error.message
     if error.code == errors.CONTEXT_OVERFLOW:
         # In the words by which Claude Code knows that it must shorten a conversation.

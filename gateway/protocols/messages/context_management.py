@@ -7,14 +7,14 @@ text, since the edits come before a worker reads the prompt.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
 
+from gateway.types import Json
 from paceline.request.fields import FieldError
 
-Json = dict[str, Any]
 Message = Mapping[str, Any]
 FIELD = "context_management"
 CLEARED = "[The result of this tool call was cleared to save context.]"
@@ -86,93 +86,90 @@ class _ContextManagement(_Strict):
     edits: Annotated[tuple[_Edit, ...], Field(max_length=_MAX_EDITS)] = ()
 
 
-_ADAPTER = TypeAdapter(_ContextManagement)
 _COMPACT_AT_TOKENS = 150_000
 
 
-class EditedMessages(NamedTuple):
-    """Messages after the edits, and the edits as a response lists them."""
+def edit_messages(
+    given: object, messages: Sequence[Message]
+) -> tuple[Sequence[Message], Sequence[Json]]:
+    """Apply the field `context_management` to messages; raise `FieldError`.
 
-    messages: Sequence[Message]
-    applied: Sequence[Json]
-
-
-def edit_messages(given: object, messages: Sequence[Message]) -> EditedMessages:
-    """Apply the field `context_management` to messages; raise `FieldError`."""
+    Return the messages, and the edits as a response lists them.
+    """
     try:
-        edits = _ADAPTER.validate_json(to_json(given)).edits
+        edits = _ContextManagement.model_validate_json(to_json(given)).edits
     except ValidationError as invalid:
         problem = invalid.errors()[0]
         where = ".".join([FIELD, *map(str, problem["loc"])])
         raise FieldError(where, f"{where}: {problem['msg']}.") from None
     applied: list[Json] = []
     for edit in edits:
+        least = 0
         match edit:
             case ClearToolUses():
-                messages, cleared = _clear_tool_uses(edit, messages)
+                name, (edited, cleared) = "cleared_tool_uses", _clear_tool_uses(edit, messages)
+                least = edit.clear_at_least.value if edit.clear_at_least else 0
             case ClearThinking():
-                messages, cleared = _clear_thinking(edit, messages)
+                name, (edited, cleared) = "cleared_thinking_turns", _clear_thinking(edit, messages)
             case Compact():
-                _check_compaction(edit, messages)
+                limit = edit.trigger.value if edit.trigger else _COMPACT_AT_TOKENS
+                if _tokens_of(messages) > limit:
+                    why = "This gateway does not compact conversations; shorten this one."
+                    raise FieldError(FIELD, f"{FIELD}: {why}")
                 continue
-        if any(cleared.values()):
-            applied.append({"type": edit.type, **cleared})
-    return EditedMessages(messages, applied)
-
-
-def _check_compaction(edit: Compact, messages: Sequence[Message]) -> None:
-    limit = edit.trigger.value if edit.trigger else _COMPACT_AT_TOKENS
-    if _tokens_of(messages) > limit:
-        raise FieldError(
-            FIELD, f"{FIELD}: This gateway does not compact conversations; shorten this one."
-        )
+        if edited is messages:
+            continue
+        tokens = max(_tokens_of(messages) - _tokens_of(edited), 0)
+        if tokens >= least and (cleared or tokens):
+            messages = edited
+            applied.append({"type": edit.type, name: cleared, "cleared_input_tokens": tokens})
+    return messages, applied
 
 
 def _clear_tool_uses(
     edit: ClearToolUses, messages: Sequence[Message]
-) -> tuple[Sequence[Message], Json]:
+) -> tuple[Sequence[Message], int]:
+    """Return the messages, and the number of results that are cleared now."""
     uses = [block for block in _blocks(messages) if block.get("type") == "tool_use"]
     measure = _tokens_of(messages) if edit.trigger.type == "input_tokens" else len(uses)
-    none = {"cleared_tool_uses": 0, "cleared_input_tokens": 0}
     if measure <= edit.trigger.value:
-        return messages, none
-    excluded = edit.exclude_tools or ()
+        return messages, 0
+    excluded, inputs = edit.exclude_tools or (), edit.clear_tool_inputs or ()
     old = uses[: max(len(uses) - edit.keep.value, 0)]
     old_ids = {str(use.get("id")) for use in old if use.get("name") not in excluded}
     cleared: set[str] = set()
 
     def clear(block: Json) -> Json:
-        kind, inputs = block.get("type"), edit.clear_tool_inputs or ()
-        if kind == "tool_result" and (tool_use_id := str(block.get("tool_use_id"))) in old_ids:
-            if block.get("content") != CLEARED:
-                cleared.add(tool_use_id)
-            return {**block, "content": CLEARED}
-        if kind == "tool_use" and str(block.get("id")) in old_ids:
-            empty = inputs is True or block.get("name") in inputs
-            return {**block, "input": {}} if empty else block
+        match block.get("type"):
+            case "tool_result" if (use_id := str(block.get("tool_use_id"))) in old_ids:
+                if block.get("content") != CLEARED:
+                    cleared.add(use_id)
+                return {**block, "content": CLEARED}
+            case "tool_use" if str(block.get("id")) in old_ids:
+                empty = inputs is True or block.get("name") in inputs
+                return {**block, "input": {}} if empty else block
         return block
 
-    edited = [_with_blocks(message, clear) for message in messages]
-    tokens = max(_tokens_of(messages) - _tokens_of(edited), 0)
-    if edit.clear_at_least is not None and tokens < edit.clear_at_least.value:
-        return messages, none
-    return edited, {"cleared_tool_uses": len(cleared), "cleared_input_tokens": tokens}
+    return [_with_blocks(message, clear) for message in messages], len(cleared)
 
 
 def _clear_thinking(
     edit: ClearThinking, messages: Sequence[Message]
-) -> tuple[Sequence[Message], Json]:
-    none = {"cleared_thinking_turns": 0, "cleared_input_tokens": 0}
+) -> tuple[Sequence[Message], int]:
+    """Return the messages, and the number of turns without their reasoning."""
     if not isinstance(edit.keep, _ThinkingTurns):
-        return messages, none
-    turns = [index for index, message in enumerate(messages) if _thinks(message)]
-    old = frozenset(turns[: max(len(turns) - edit.keep.value, 0)])
-    edited = [
-        _without_thinking(message) if index in old else message
+        return messages, 0
+    turns = [
+        index
         for index, message in enumerate(messages)
+        if any(block.get("type") == "thinking" for block in _blocks([message]))
     ]
-    tokens = max(_tokens_of(messages) - _tokens_of(edited), 0)
-    return edited, {"cleared_thinking_turns": len(old), "cleared_input_tokens": tokens}
+    old = turns[: max(len(turns) - edit.keep.value, 0)]
+    edited = [*messages]
+    for index in old:
+        content = [one for one in messages[index]["content"] if not _is_thinking(one)]
+        edited[index] = {**messages[index], "content": content}
+    return edited, len(old)
 
 
 def _blocks(messages: Sequence[Message]) -> Iterator[Mapping[str, Any]]:
@@ -189,17 +186,9 @@ def _with_blocks(message: Message, edit: Any) -> Message:
     return {**message, "content": [edit(one) if isinstance(one, dict) else one for one in content]}
 
 
-def _thinks(message: Message) -> bool:
-    return any(block.get("type") == "thinking" for block in _blocks([message]))
-
-
-def _without_thinking(message: Message) -> Message:
-    kept = [
-        one
-        for one in message["content"]
-        if not isinstance(one, Mapping) or one.get("type") not in ("thinking", "redacted_thinking")
-    ]
-    return {**message, "content": kept}
+def _is_thinking(block: object) -> bool:
+    kinds = ("thinking", "redacted_thinking")
+    return isinstance(block, Mapping) and block.get("type") in kinds
 
 
 def _tokens_of(messages: Sequence[Message]) -> int:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
-from gateway.protocols.base import choice_of, object_in, objects_in, text_in
+from gateway.protocols.base import (
+    StreamEncoder,
+    choice_of,
+    encode_event,
+    object_in,
+    objects_in,
+    text_in,
+)
 from gateway.protocols.event_stream import read_usage
-from gateway.types import UNUSED
-
-Json = dict[str, Any]
+from gateway.types import UNUSED, Json
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -80,11 +85,8 @@ def _usage_of(answer: Mapping[str, Any]) -> Json:
     return counts
 
 
-class MessageEncoder:
+class MessageEncoder(StreamEncoder):
     """Encodes the chunks of a chat as the events of a message, in Anthropic's order."""
-
-    passthrough = False
-    failovers = 0
 
     def __init__(self, sign: Callable[[str], str] | None, edits: Mapping[str, Any]) -> None:
         """`sign`: as in `content_of`; `edits`: the last event's list of what was cleared."""
@@ -98,7 +100,7 @@ class MessageEncoder:
         self._stop = stop_of({})
         self._usage: Json = {}
 
-    def event(self, event: bytes, frame: Json) -> bytes:  # noqa: ARG002
+    def event(self, event: bytes, frame: Json) -> bytes:
         """Return the events of one chunk."""
         if frame.get("usage"):
             self._usage = _usage_of(frame)
@@ -111,13 +113,13 @@ class MessageEncoder:
             return written
         self._begun = True
         start = {"type": "message_start", "message": message_of(frame, [])}
-        return _event(start) + written
+        return encode_event(start) + written
 
     def done(self) -> bytes:
         """Return the events that end a message."""
         usage = self._usage or _usage_of({})
         end = {"type": "message_delta", "delta": self._stop, "usage": usage, **self._edits}
-        return b"".join((*self._close(), _event(end), _event({"type": "message_stop"})))
+        return b"".join((*self._close(), encode_event(end), encode_event({"type": "message_stop"})))
 
     def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
         reasoning = text_in(delta, "reasoning_content")
@@ -144,10 +146,10 @@ class MessageEncoder:
         yield from self._close()
         self._open = kind
         start = {"index": self._blocks, "content_block": {"type": kind, **block}}
-        yield _event({"type": "content_block_start", **start})
+        yield encode_event({"type": "content_block_start", **start})
 
     def _delta(self, delta: Json) -> bytes:
-        return _event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+        return encode_event({"type": "content_block_delta", "index": self._blocks, "delta": delta})
 
     def _close(self) -> Iterator[bytes]:
         """Close the open block, if there is one."""
@@ -157,10 +159,6 @@ class MessageEncoder:
             signature = self._sign("".join(self._reasoning))
             yield self._delta({"type": "signature_delta", "signature": signature})
             self._reasoning.clear()
-        yield _event({"type": "content_block_stop", "index": self._blocks})
+        yield encode_event({"type": "content_block_stop", "index": self._blocks})
         self._open = ""
         self._blocks += 1
-
-
-def _event(fields: Json) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), to_json(fields))

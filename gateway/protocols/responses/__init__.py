@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, object_in
-from gateway.protocols.documents import NO_DOCUMENTS, AskedPdfs, Document, pdfs_in
-from gateway.protocols.openai import TranslatingFormat, reading_of
+from gateway.protocols.base import choice_of, encode_event, object_in, object_schema
+from gateway.protocols.documents import pdfs_in
+from gateway.protocols.openai import InspectionContext
 from gateway.protocols.responses.request import (
     FIELDS,
     Item,
@@ -20,34 +20,29 @@ from gateway.protocols.responses.request import (
     read_request,
     to_chat,
 )
-from gateway.protocols.responses.response import ResponseBuilder, ResponseEncoder, encode_event
+from gateway.protocols.responses.response import ResponseBuilder
 from gateway.protocols.sealing import Sealer
+from gateway.protocols.translation import TranslatingFormat
 from gateway.routing.select import RoutingRequest
-from gateway.routing.view import FleetView
 from gateway.strict_json import encode_json
-from gateway.types import NO_CALLER, Caller, Header, Inspected
-from paceline.request.fields import FieldError, read_cache_salt
-from policies.document import PolicyDocument
+from gateway.types import Header, Inspected, Json
+from paceline.request.fields import FieldError
 
 RESPONSES_PATH = "/v1/responses"
 _REASONING = b"reasoning"
 
-SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["model", "input"],
-    "additionalProperties": False,
-    "properties": {
-        **{name: {} for name in sorted(FIELDS)},
-        "model": {"type": "string", "minLength": 1},
-        "input": {"type": ["string", "array"]},
-        "instructions": {"type": ["string", "null"]},
-        "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
-        "previous_response_id": {"type": ["string", "null"]},
-        "store": {"type": ["boolean", "null"]},
-        "stream": {"type": ["boolean", "null"]},
-        "tools": {"type": ["array", "null"]},
-    },
-}
+SCHEMA = object_schema(
+    "model input",
+    *FIELDS,
+    model={"type": "string", "minLength": 1},
+    input=["string", "array"],
+    instructions=["string", "null"],
+    max_output_tokens={"type": ["integer", "null"], "minimum": 1},
+    previous_response_id=["string", "null"],
+    store=["boolean", "null"],
+    stream=["boolean", "null"],
+    tools=["array", "null"],
+)
 """The JSON Schema of a body; `read_request` and `to_chat` check what it leaves open."""
 
 
@@ -75,35 +70,20 @@ class ResponsesFormat(TranslatingFormat):
             raise errors.FieldInvalid(error.message, param=error.param) from None
         return self.request
 
-    def pdfs(self, body: Mapping[str, Any]) -> AskedPdfs:
-        """Return the PDFs of the input and of what stands before it, and the model."""
+    def pdfs(self, body: Mapping[str, Any]) -> tuple[object, tuple[str, ...]]:
+        """Return the name of the model, and each PDF of the input and of what stands before it."""
         request = self.request or self.read(body)
-        return AskedPdfs(request.body.get("model"), tuple(pdfs_in([*self.history, *request.items])))
+        return request.body.get("model"), tuple(pdfs_in([*self.history, *request.items]))
 
-    def inspect(
-        self,
-        body: Mapping[str, Any],
-        policy: PolicyDocument,
-        fleet: FleetView,
-        documents: Mapping[str, Document] = NO_DOCUMENTS,
-        caller: Caller = NO_CALLER,
-    ) -> Inspected:
-        """Translate a body into a chat, and inspect that; raise a `RequestRefused`."""
+    def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
         request = self.request or self.read(body)
-        self._refuse_hosted(request.tools.left_out, policy)
-        try:
-            salt = read_cache_salt(request.body)
-            self._scope = policy.prefix.scope(caller.key, caller.team, salt)
-            reading = reading_of(request.body.get("model"), policy, fleet, documents)
-            request = request.after(self.history)
-            chat = to_chat(request, self._unseal, self.history, reading)
-        except FieldError as error:
-            raise errors.FieldInvalid(error.message, param=error.param) from None
+        self._scope = context.scope(request.body)
+        request = request.after(self.history)
+        reading = context.reading(request.body.get("model"))
+        chat = to_chat(request, self._unseal, self.history, reading)
         if request.background:
             chat.body["stream"] = True  # so that its events can be followed
-        inspected = self._inspect_chat(
-            chat.body, policy, fleet, chat.param, replaced=chat.replaced, ignored=request.ignored
-        )
+        inspected = self._inspect_chat(chat, context, request.ignored)
         self._builder = ResponseBuilder(
             request,
             self.response_id,
@@ -114,7 +94,7 @@ class ResponsesFormat(TranslatingFormat):
         )
         return inspected
 
-    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:  # noqa: ARG002
+    def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the response of a whole answer."""
         builder = self.builder
         message = object_in(choice_of(answer), "message")
@@ -123,12 +103,10 @@ class ResponsesFormat(TranslatingFormat):
         return self.body()
 
     def encoder(
-        self,
-        request: RoutingRequest,  # noqa: ARG002
-        late_headers: Sequence[Header] = (),  # noqa: ARG002 - a comment has them
-    ) -> ResponseEncoder:
-        """Return the encoder of a stream."""
-        return ResponseEncoder(self.builder)
+        self, request: RoutingRequest, late_headers: Sequence[Header] = ()
+    ) -> ResponseBuilder:
+        """Return the encoder of a stream; a comment has the late headers."""
+        return self.builder
 
     def begin_events(self) -> bytes:
         """Return the first events of a response that waits in the background."""
@@ -158,7 +136,7 @@ class ResponsesFormat(TranslatingFormat):
 
     def drop(self) -> None:
         """Drop the request and the output, since what refers to this may stay for longer."""
-        self.request, self.history, self._chat = None, (), None
+        self.request, self.history, self._param = None, (), str
         if self._builder is not None:
             self._builder.drop()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Json = dict[str, Any]
+from gateway.types import Json
+
 _OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
 
 _FIELDS = {

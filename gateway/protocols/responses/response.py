@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from gateway import errors
-from gateway.protocols.base import AnswerMalformed, choice_of, object_in, objects_in, text_in
+from gateway.protocols.base import (
+    AnswerMalformed,
+    StreamEncoder,
+    choice_of,
+    encode_event,
+    object_in,
+    objects_in,
+    text_in,
+)
 from gateway.protocols.event_stream import read_usage
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
-from gateway.strict_json import encode_json
+from gateway.types import Json
 from paceline.request.profile import Sampling
 
-Json = dict[str, Any]
 Event = Json
 
+_REPEATED = (
+    "instructions max_output_tokens max_tool_calls prompt_cache_key safety_identifier user".split()
+)
+"""Fields of the request that its response repeats as they are."""
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
-    "tool_search_call": "tsc",
-}
 
 
-class ResponseBuilder:
+class ResponseBuilder(StreamEncoder):
     """One response, from its request to its end; each step yields the events that tell of it.
 
-    `response_id` begins with `resp_`; `now_s` returns seconds since 1970; `seal` seals reasoning.
+    The last event is left to the exchange: it must come after the response is kept. `response_id`
+    begins with `resp_`; `now_s` returns seconds since 1970; `seal` seals reasoning.
     """
 
     def __init__(
@@ -51,10 +56,9 @@ class ResponseBuilder:
         self._now_s = now_s
         self._stem = response_id.removeprefix("resp_")
         self.response = _response_of(request, response_id, model, sampling, int(now_s()))
-        self.sequence = 0
-        """The number of the next event."""
+        self._numbers = count()
         self.begun = False
-        self.unsent: list[Event] = []
+        self._unsent: list[Event] = []
         """Events of a chunk whose rest is malformed; the client gets them before the error."""
         self._items: list[Json] = self.response["output"]
         self._open: _OpenItem | None = None
@@ -75,12 +79,11 @@ class ResponseBuilder:
         self.begun = True
         if queued:
             self.response["status"] = "queued"
-            yield self._event("response.created", response=self._copy())
-            yield self._event("response.queued", response=self._copy())
+        yield self._whole("created")
+        if queued:
+            yield self._whole("queued")
             self.response["status"] = "in_progress"
-        else:
-            yield self._event("response.created", response=self._copy())
-        yield self._in_progress()
+        yield self._whole("in_progress")
 
     def keep_alive(self, comment: bytes) -> bytes:
         """Return a comment, and an event that tells the status, which may come many times.
@@ -89,11 +92,8 @@ class ResponseBuilder:
         """
         if self._request.background:
             return comment
-        events: Iterable[Event] = [self._in_progress()] if self.begun else self.begin()
+        events: Iterable[Event] = [self._whole("in_progress")] if self.begun else self.begin()
         return comment + b"".join(map(encode_event, events))
-
-    def _in_progress(self) -> Event:
-        return self._event("response.in_progress", response=self._copy())
 
     def read(self, frame: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Event]:
         """Take a chunk of a chat, and what it adds to the message."""
@@ -110,6 +110,18 @@ class ResponseBuilder:
             yield from self._read_call(call)
         self._finish_reason = text_in(choice, "finish_reason") or self._finish_reason
 
+    def event(self, event: bytes, frame: Json) -> bytes:
+        """Return the events of one chunk."""
+        for one in self.read(frame, object_in(choice_of(frame), "delta")):
+            self._unsent.append(one)  # a malformed rest leaves them to `fail`
+        encoded = b"".join(map(encode_event, self._unsent))
+        self._unsent.clear()
+        return encoded
+
+    def done(self) -> bytes:
+        """Return the events that end the items of a response."""
+        return b"".join(map(encode_event, self.close()))
+
     def close(self) -> Iterator[Event]:
         """End the items, and set the last status; `final` is the event that tells it."""
         yield from self.begin()
@@ -123,12 +135,12 @@ class ResponseBuilder:
 
     def final(self) -> Event:
         """Return the last event, which has the whole response."""
-        return self._event(f"response.{self.response['status']}", response=self._copy())
+        return self._whole(self.response["status"])
 
     def fail(self, error: errors.GatewayError) -> Iterator[Event]:
         """End the response with an error."""
-        yield from self.unsent
-        self.unsent.clear()
+        yield from self._unsent
+        self._unsent.clear()
         yield from self.begin()
         yield self._event("error", code=error.code, message=error.message, param=error.param)
         self.response["status"] = "failed"
@@ -150,20 +162,18 @@ class ResponseBuilder:
 
     def kept_output(self) -> list[Json]:
         """Return the output with the reasoning in its sealed form, as the gateway keeps it."""
+        sealed = self._sealed
         return [
-            {**item, "encrypted_content": self._sealed[item["id"]]}
-            if item["id"] in self._sealed
-            else item
+            {**item, "encrypted_content": sealed[item["id"]]} if item["id"] in sealed else item
             for item in self._items
         ]
 
-    def _copy(self) -> Json:
-        return {**self.response, "output": list(self._items)}
+    def _whole(self, kind: str) -> Event:
+        response = {**self.response, "output": [*self._items]}
+        return self._event(f"response.{kind}", response=response)
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        event = {"type": kind, "sequence_number": self.sequence, **fields}
-        self.sequence += 1
-        return event
+        return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
     def _continue(self, kind: str, piece: str, logprobs: Any = ()) -> Iterator[Event]:
         """Add text to the open item, if it is of this kind, else to a new one."""
@@ -192,9 +202,18 @@ class ResponseBuilder:
 
     def _begin_item(self, kind: str, **fields: Any) -> Iterator[Event]:
         index = len(self._items)
-        item = {"id": f"{_PREFIXES[kind]}_{self._stem}{index:04x}", "type": kind, **fields}
+        summarised = kind == "reasoning" and self._request.summarised
+        row = _ITEMS[_SUMMARY if summarised else kind]
+        item = {
+            "id": f"{row.prefix}_{self._stem}{index:04x}",
+            "type": kind,
+            **fields,
+            **row.initial,
+        }
+        if kind == "reasoning" and self._request.encrypted:
+            item["encrypted_content"] = ""
         self._items.append(item)
-        self._open = _ITEMS[kind](self._event, item, index, self._request)
+        self._open = _OpenItem(row, item, index, self._event)
         yield from self._open.begin()
 
     def _close_item(self, status: str) -> Iterator[Event]:
@@ -203,204 +222,140 @@ class ResponseBuilder:
         if opened is None:
             return
         if opened.item["type"] == "reasoning":
-            self._sealed[opened.item["id"]] = self._seal(opened.text)
-        yield from opened.end(status, self._seal)
+            self._sealed[opened.item["id"]] = sealed = self._seal(opened.text)
+            if self._request.encrypted:
+                opened.item["encrypted_content"] = sealed
+        yield from opened.end(status)
 
 
-class _OpenItem(ABC):
+class _ItemKind(NamedTuple):
+    """How the items of one type come."""
+
+    prefix: str
+    """How their ids begin."""
+    field: str
+    """The field of the item that gets its text."""
+    initial: Json
+    texts: str = ""
+    """How the events of its text are named; empty: there are none."""
+    part: str = ""
+    """The type of its one part; empty: it has none."""
+    read: Callable[[str], Any] = str
+    """Returns the value of the field."""
+
+    @property
+    def place(self) -> Json:
+        """Return the fields of events that name the part."""
+        return {f"{self.field}_index": 0} if self.part else {}
+
+    @property
+    def parts(self) -> str:
+        """Return how the events of its part are named."""
+        return "content_part" if self.field == "content" else f"reasoning_{self.field}_part"
+
+
+def _search_arguments(text: str) -> Any:
+    try:
+        return from_json(text or "{}")
+    except ValueError:
+        return text  # the client tells the model what is wrong
+
+
+_BEGUN = {"status": "in_progress"}
+_SUMMARY = "summary"
+_ITEMS: Mapping[str, _ItemKind] = {
+    "message": _ItemKind(
+        *("msg", "content", {**_BEGUN, "role": "assistant", "content": []}),
+        *("output_text", "output_text"),
+    ),
+    "reasoning": _ItemKind("rs", "content", {"summary": []}, "reasoning_text", "reasoning_text"),
+    _SUMMARY: _ItemKind("rs", _SUMMARY, {_SUMMARY: []}, "reasoning_summary_text", "summary_text"),
+    "function_call": _ItemKind(
+        *("fc", "arguments", {**_BEGUN, "arguments": ""}, "function_call_arguments"),
+        read=lambda text: text or "{}",
+    ),
+    # The text of a custom tool is known once the arguments around it are whole.
+    "custom_tool_call": _ItemKind(
+        "ctc", "input", {"input": ""}, "custom_tool_call_input", read=custom_input
+    ),
+    "tool_search_call": _ItemKind(
+        *("tsc", "arguments", {**_BEGUN, "execution": "client", "arguments": {}}),
+        read=_search_arguments,
+    ),
+}
+"""By their types; reasoning comes as its summary if the request asks for one."""
+
+
+class _OpenItem:
     """An item to which more may come."""
 
     def __init__(
-        self, event: Callable[..., Event], item: Json, index: int, request: ResponsesRequest
+        self, kind: _ItemKind, item: Json, index: int, event: Callable[..., Event]
     ) -> None:
-        self._make_event = event
+        self.kind = kind
         self.item = item
-        self.index = index
-        self.request = request
-        self.pieces: list[str] = []
-        self.logprobs: list[Json] = []
+        self._index = index
+        self._event = event
+        self._pieces: list[str] = []
+        self._logprobs: list[Json] = []
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return "".join(self._pieces)
 
-    @abstractmethod
     def begin(self) -> Iterator[Event]:
         """Yield the events of a new item."""
+        yield self._whole("added")
+        if self.kind.part:
+            yield self._of_part("added", self._part(""))
 
-    @abstractmethod
-    def add(self, piece: str, logprobs: Any) -> Iterator[Event]:
+    def add(self, piece: str, logprobs: Sequence[Json]) -> Iterator[Event]:
         """Yield the events of more text."""
-
-    @abstractmethod
-    def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:
-        """Yield the events of the end of the item."""
-
-    def event(self, kind: str, **fields: Any) -> Event:
-        """Return an event about this item."""
-        own = {"item_id": self.item["id"], "output_index": self.index}
-        return self._make_event(f"response.{kind}", **own, **fields)
-
-    def added(self) -> Event:
-        """Return the event of the new item."""
-        fields = {"output_index": self.index, "item": {**self.item}}
-        return self._make_event("response.output_item.added", **fields)
-
-    def ended(self) -> Event:
-        """Return the event of the item's end."""
-        fields = {"output_index": self.index, "item": {**self.item}}
-        return self._make_event("response.output_item.done", **fields)
-
-
-class _OpenMessage(_OpenItem):
-    def begin(self) -> Iterator[Event]:
-        self.item |= {"status": "in_progress", "role": "assistant", "content": []}
-        yield self.added()
-        yield self.event("content_part.added", content_index=0, part=_output_text("", []))
-
-    def add(self, piece: str, logprobs: Any) -> Iterator[Event]:
-        self.pieces.append(piece)
         read = [_logprob_of(one) for one in logprobs]
-        self.logprobs += read
-        brief = [_brief_logprob(one) for one in read]
-        yield self.event("output_text.delta", content_index=0, delta=piece, logprobs=brief)
+        self._pieces.append(piece)
+        self._logprobs += read
+        if self.kind.texts and self.kind.read is not custom_input:
+            yield self._of_text("delta", read, delta=piece)
 
-    def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:  # noqa: ARG002
-        text, brief = self.text, [_brief_logprob(one) for one in self.logprobs]
-        yield self.event("output_text.done", content_index=0, text=text, logprobs=brief)
-        part = _output_text(text, self.logprobs)
-        yield self.event("content_part.done", content_index=0, part=part)
-        self.item |= {"status": status, "content": [part]}
-        yield self.ended()
+    def end(self, status: str) -> Iterator[Event]:
+        """Yield the events of the end of the item, which is written into it."""
+        kind, value = self.kind, self.kind.read(self.text)
+        if kind.read is custom_input and value:
+            yield self._of_text("delta", (), delta=value)
+        if kind.texts:
+            name = "text" if kind.part else kind.field
+            yield self._of_text("done", self._logprobs, **{name: value})
+        if kind.part:
+            value = [self._part(value)]
+            yield self._of_part("done", value[0])
+        self.item[kind.field] = value
+        if "status" in self.item:
+            self.item["status"] = status
+        yield self._whole("done")
 
+    def _part(self, text: str) -> Json:
+        more = {"annotations": [], "logprobs": [*self._logprobs]} if self._is_message else {}
+        return {"type": self.kind.part, "text": text, **more}
 
-class _OpenReasoning(_OpenItem):
-    """Reasoning, as its own text, or as the summary for which the request asks."""
+    @property
+    def _is_message(self) -> bool:
+        return self.kind is _ITEMS["message"]
 
-    def begin(self) -> Iterator[Event]:
-        self.item |= {"summary": []}
-        if self.request.encrypted:
-            self.item["encrypted_content"] = ""
-        yield self.added()
-        if self.request.summarised:
-            yield self.event("reasoning_summary_part.added", summary_index=0, part=_summary(""))
-        else:
-            yield self.event("content_part.added", content_index=0, part=_reasoning_text(""))
+    def _of_text(self, kind: str, logprobs: Sequence[Json], **fields: Any) -> Event:
+        if self._is_message:
+            fields["logprobs"] = [_brief_logprob(one) for one in logprobs]
+        return self._about(f"{self.kind.texts}.{kind}", **self.kind.place, **fields)
 
-    def add(self, piece: str, logprobs: Any) -> Iterator[Event]:  # noqa: ARG002
-        self.pieces.append(piece)
-        if self.request.summarised:
-            yield self.event("reasoning_summary_text.delta", summary_index=0, delta=piece)
-        else:
-            yield self.event("reasoning_text.delta", content_index=0, delta=piece)
+    def _of_part(self, kind: str, part: Json) -> Event:
+        return self._about(f"{self.kind.parts}.{kind}", **self.kind.place, part=part)
 
-    def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:  # noqa: ARG002
-        text = self.text
-        if self.request.summarised:
-            yield self.event("reasoning_summary_text.done", summary_index=0, text=text)
-            part = _summary(text)
-            yield self.event("reasoning_summary_part.done", summary_index=0, part=part)
-            self.item["summary"] = [part]
-        else:
-            yield self.event("reasoning_text.done", content_index=0, text=text)
-            part = _reasoning_text(text)
-            yield self.event("content_part.done", content_index=0, part=part)
-            self.item["content"] = [part]
-        if self.request.encrypted:
-            self.item["encrypted_content"] = seal(text)
-        yield self.ended()
+    def _about(self, kind: str, **fields: Any) -> Event:
+        own = {"item_id": self.item["id"], "output_index": self._index}
+        return self._event(f"response.{kind}", **own, **fields)
 
-
-class _OpenFunctionCall(_OpenItem):
-    def begin(self) -> Iterator[Event]:
-        self.item |= {"arguments": "", "status": "in_progress"}
-        yield self.added()
-
-    def add(self, piece: str, logprobs: Any) -> Iterator[Event]:  # noqa: ARG002
-        self.pieces.append(piece)
-        yield self.event("function_call_arguments.delta", delta=piece)
-
-    def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:  # noqa: ARG002
-        arguments = self.text or "{}"
-        yield self.event("function_call_arguments.done", arguments=arguments)
-        self.item |= {"arguments": arguments, "status": status}
-        yield self.ended()
-
-
-class _OpenCustomCall(_OpenFunctionCall):
-    """The call of a custom tool, whose text is known once the arguments around it are whole."""
-
-    def begin(self) -> Iterator[Event]:
-        self.item["input"] = ""
-        yield self.added()
-
-    def add(self, piece: str, logprobs: Any) -> Iterator[Event]:  # noqa: ARG002
-        self.pieces.append(piece)
-        yield from ()
-
-    def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:  # noqa: ARG002
-        self.item["input"] = text = custom_input(self.text)
-        if text:
-            yield self.event("custom_tool_call_input.delta", delta=text)
-        yield self.event("custom_tool_call_input.done", input=text)
-        yield self.ended()
-
-
-class _OpenSearch(_OpenCustomCall):
-    """The call of a search for tools, whose arguments are an object."""
-
-    def begin(self) -> Iterator[Event]:
-        self.item |= {"execution": "client", "arguments": {}, "status": "in_progress"}
-        yield self.added()
-
-    def end(self, status: str, seal: Callable[[str], str]) -> Iterator[Event]:  # noqa: ARG002
-        try:
-            arguments = from_json(self.text or "{}")
-        except ValueError:
-            arguments = self.text  # the client tells the model what is wrong
-        self.item |= {"arguments": arguments, "status": status}
-        yield self.ended()
-
-
-_ITEMS: Mapping[str, type[_OpenItem]] = {
-    "message": _OpenMessage,
-    "reasoning": _OpenReasoning,
-    "function_call": _OpenFunctionCall,
-    "custom_tool_call": _OpenCustomCall,
-    "tool_search_call": _OpenSearch,
-}
-
-
-class ResponseEncoder:
-    """Encodes the chunks of a chat as the events of a response.
-
-    The last event is left to the exchange: it must come after the response is kept.
-    """
-
-    passthrough = False
-    failovers = 0
-
-    def __init__(self, builder: ResponseBuilder) -> None:
-        self._builder = builder
-
-    def event(self, event: bytes, frame: Json) -> bytes:  # noqa: ARG002
-        """Return the events of one chunk."""
-        delta = object_in(choice_of(frame), "delta")
-        events = self._builder.unsent
-        for one in self._builder.read(frame, delta):
-            events.append(one)  # a malformed rest leaves them to `fail`
-        encoded = b"".join(map(encode_event, events))
-        events.clear()
-        return encoded
-
-    def done(self) -> bytes:
-        """Return the events that end the items of a response."""
-        return b"".join(map(encode_event, self._builder.close()))
-
-
-def encode_event(fields: Event) -> bytes:
-    """Return an event of a stream."""
-    return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), encode_json(fields))
+    def _whole(self, kind: str) -> Event:
+        fields = {"output_index": self._index, "item": {**self.item}}
+        return self._event(f"response.output_item.{kind}", **fields)
 
 
 def _response_of(
@@ -410,6 +365,7 @@ def _response_of(
     body = request.body
     reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
     conversation = {"id": request.conversation_id} if request.conversation_id else None
+    formatted = {"format": text.get("format") or {"type": "text"}}
     return {
         "id": response_id,
         "object": "response",
@@ -420,31 +376,23 @@ def _response_of(
         "conversation": conversation,
         "error": None,
         "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": body.get("max_output_tokens"),
-        "max_tool_calls": body.get("max_tool_calls"),
+        **{name: body.get(name) for name in _REPEATED},
         "metadata": body.get("metadata") or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": request.previous_id or None,
-        "prompt_cache_key": body.get("prompt_cache_key"),
         "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
-        "safety_identifier": body.get("safety_identifier"),
         "service_tier": "default",
         "store": request.store,
         "temperature": sampling.temperature,
-        "text": {
-            "format": text.get("format") or {"type": "text"},
-            "verbosity": text.get("verbosity") or "medium",
-        },
+        "text": {**formatted, "verbosity": text.get("verbosity") or "medium"},
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": list(request.tools.declared),
         "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": sampling.top_p,
         "truncation": body.get("truncation") or "disabled",
         "usage": None,
-        "user": body.get("user"),
     }
 
 
@@ -475,18 +423,6 @@ def _failure_code(error: errors.GatewayError) -> str:
     return "invalid_prompt" if error.status < 500 else "server_error"
 
 
-def _output_text(text: str, logprobs: list[Json]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
-
-
-def _summary(text: str) -> Json:
-    return {"type": "summary_text", "text": text}
-
-
-def _reasoning_text(text: str) -> Json:
-    return {"type": "reasoning_text", "text": text}
-
-
 def _logprob_of(given: Mapping[str, Any]) -> Json:
     top = [_bare_logprob(one) for one in objects_in(given, "top_logprobs")]
     return {**_bare_logprob(given), "top_logprobs": top}
@@ -495,9 +431,8 @@ def _logprob_of(given: Mapping[str, Any]) -> Json:
 def _bare_logprob(given: Mapping[str, Any]) -> Json:
     token, logprob = text_in(given, "token"), given.get("logprob") or 0.0
     spelled = given.get("bytes") or list(token.encode())
-    if not isinstance(logprob, int | float) or not isinstance(spelled, list):
-        raise AnswerMalformed("logprobs")
-    if abs(logprob) > sys.float_info.max:
+    finite = isinstance(logprob, int | float) and abs(logprob) <= sys.float_info.max
+    if not finite or not isinstance(spelled, list):
         raise AnswerMalformed("logprobs")
     return {"token": token, "bytes": spelled, "logprob": float(logprob)}
 

@@ -8,14 +8,13 @@ the tools that it finds are tools of the request.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json, to_json
 
+from gateway.types import Json
 from paceline.request.fields import FieldError
-
-Json = dict[str, Any]
 
 HOSTED_TOOLS = frozenset(
     "web_search web_search_preview web_search_2025_08_26 web_search_preview_2025_03_11 file_search "
@@ -47,8 +46,8 @@ class TextGrammar(NamedTuple):
     definition: str
 
 
-class Origin(NamedTuple):
-    """A tool as its client knows it."""
+class Tool(NamedTuple):
+    """A tool as its client knows it, and as a function of a chat."""
 
     name: str
     namespace: str = ""
@@ -56,27 +55,27 @@ class Origin(NamedTuple):
     """The type of the items that call it."""
     place: str = ""
     """The field of the request that declares it."""
+    function: Mapping[str, Any] = {}
+    grammar: TextGrammar | None = None
 
 
 class ToolSet(NamedTuple):
     """The tools of a request, and the choice among them."""
 
-    declared: tuple[Mapping[str, Any], ...] = ()
+    declared: Sequence[Mapping[str, Any]] = ()
     """As the client declares them, without those that are left out."""
-    functions: tuple[Json, ...] = ()
-    """As a chat declares them."""
-    origins: Mapping[str, Origin] = {}
+    by_name: Mapping[str, Tool] = {}
     """By the names of the functions."""
-    grammars: Mapping[str, TextGrammar] = {}
-    """By the names of those functions whose text has a form."""
+    allowed: Mapping[str, Tool] = {}
+    """Those that the choice allows."""
     left_out: tuple[str, ...] = ()
     """The place and the type of each tool that is left out."""
     choice: Any = None
     """The `tool_choice` of the chat."""
 
-    def origin(self, function: str) -> Origin:
+    def origin(self, function: str) -> Tool:
         """Return the tool behind a function; one that is not declared is a function."""
-        return self.origins.get(function) or Origin(function)
+        return self.by_name.get(function) or Tool(function)
 
 
 def read_tools(
@@ -88,45 +87,38 @@ def read_tools(
     which a request without the search does not want, such as one for a summary.
     """
     tools = body.get("tools")
-    if tools is None:
-        tools = []
-    if not isinstance(tools, list):
-        raise FieldError("tools", "'tools' must be a list.")
+    if not isinstance(tools, list | None):
+        raise must("tools", "be a list")
     declared: list[Mapping[str, Any]] = []
-    read: list[_Tool] = []
+    by_name: dict[str, Tool] = {}
     left_out: list[str] = []
-    for index, tool in enumerate(tools):
+    for index, tool in enumerate(tools or ()):
         at = f"tools[{index}]"
         if kind_of(tool, at) in HOSTED_TOOLS and not _is_clients(tool):
             left_out.append(f"{at}:{tool['type']}")
             continue
         declared.append(tool)
-        read += _tools_in(tool, at)
-    by_name: dict[str, _Tool] = {}
-    for one in read:
-        if one.name in by_name:
-            place = f"{one.origin.place}.name"
-            raise FieldError(place, f"Two tools are called '{one.name[:100]}'.")
-        by_name[one.name] = one
+        for name, one in _tools_in(tool, at):
+            if by_name.setdefault(name, one) is not one:
+                raise FieldError(f"{one.place}.name", f"Two tools are called '{name[:100]}'.")
     if len(by_name) > _TOOLS_LIMIT:
         raise FieldError("tools", f"'tools' may contain at most {_TOOLS_LIMIT} functions.")
     for at, item in items if any(map(_is_clients, declared)) else ():
-        for one in _found_tools(item, at):
+        for name, one in _found_tools(item, at):
             if len(by_name) < _TOOLS_LIMIT:
-                by_name.setdefault(one.name, one)
-    found = ToolSet(
-        declared=tuple(declared),
-        functions=tuple(one.function for one in by_name.values()),
-        origins={name: one.origin for name, one in by_name.items()},
-        grammars={name: one.grammar for name, one in by_name.items() if one.grammar},
-        left_out=tuple(left_out),
-    )
-    return _chosen(found, body.get("tool_choice"))
+                by_name.setdefault(name, one)
+    allowed, choice = _chosen(by_name, body.get("tool_choice"))
+    return ToolSet(declared, by_name, allowed, tuple(left_out), choice)
 
 
 def found_names(item: Mapping[str, Any], at: str) -> list[str]:
     """Return the names of the functions for the tools that a search of the client found."""
-    return [one.name for one in _found_tools(item, at)]
+    return [name for name, _ in _found_tools(item, at)]
+
+
+def must(place: str, what: str) -> FieldError:
+    """Return an error as OpenAI words them."""
+    return FieldError(place, f"'{place}' must {what}.")
 
 
 def kind_of(value: Any, at: str) -> str:
@@ -170,24 +162,11 @@ def custom_input(arguments: str) -> str:
     return arguments
 
 
-class _Tool(NamedTuple):
-    """A tool as a function of a chat."""
-
-    function: Json
-    origin: Origin
-    grammar: TextGrammar | None
-
-    @property
-    def name(self) -> str:
-        """Return the name of the function."""
-        return str(self.function["function"]["name"])
-
-
 def _is_clients(tool: Mapping[str, Any]) -> bool:
     return tool["type"] == _SEARCH and tool.get("execution") == "client"
 
 
-def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[_Tool]:
+def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]:
     """Yield the tools that an item has; those that a chat cannot have are left out."""
     tools = item.get("tools") if item["type"] == f"{_SEARCH}_output" else None
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
@@ -197,47 +176,38 @@ def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[_Tool]:
             yield from _tools_in(tool, place)
 
 
-def _tools_in(tool: Mapping[str, Any], at: str) -> Iterator[_Tool]:
-    """Yield a tool, or those of a namespace."""
-    for inner_at, inner, namespace in _members(tool, at):
-        function, origin = _function_of(inner, namespace, inner_at)
-        custom = inner["type"] == "custom"
-        grammar = _grammar_of(inner, f"{inner_at}.format") if custom else None
-        yield _Tool(function, origin, grammar)
-
-
-def _members(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
-    """Yield each tool of a namespace with its place and namespace; any other tool as it is."""
+def _tools_in(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]:
+    """Yield a tool, or those of a namespace, by the names of their functions."""
     if tool["type"] != "namespace":
-        yield at, tool, ""
+        yield _tool_of(tool, "", at)
         return
-    name = _name(tool, at)
-    inner = tool.get("tools")
-    if not isinstance(inner, list):
-        raise FieldError(f"{at}.tools", f"'{at}.tools' must be a list.")
-    for index, member in enumerate(inner):
+    namespace, members = _name(tool, at), tool.get("tools")
+    if not isinstance(members, list):
+        raise must(f"{at}.tools", "be a list")
+    for index, member in enumerate(members):
         place = f"{at}.tools[{index}]"
         kind_of(member, place)
-        yield place, member, name
+        yield _tool_of(member, namespace, place)
 
 
-def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json, Origin]:
+def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Tool]:
     kind = tool["type"]
     name = _SEARCH if kind == _SEARCH else _name(tool, at)
-    description = tool.get("description")
+    description, grammar = tool.get("description"), None
     if not isinstance(description, str | None):
-        raise FieldError(f"{at}.description", f"'{at}.description' must be a string.")
+        raise must(f"{at}.description", "be a string")
     function: Json = {"name": flat_name(name, namespace)}
     if kind in ("function", _SEARCH):
         parameters = tool.get("parameters")
         if not isinstance(parameters, Mapping | None):
-            raise FieldError(f"{at}.parameters", f"'{at}.parameters' must be a JSON Schema.")
+            raise must(f"{at}.parameters", "be a JSON Schema")
         function["parameters"] = parameters or {"type": "object", "properties": {}}
         if tool.get("strict") is not None:
             function["strict"] = tool["strict"]
     elif kind == "custom":
-        text, hint = _custom_input_schema(_grammar_of(tool, f"{at}.format"))
-        description = "\n\n".join(part for part in (description, hint) if part) or None
+        grammar = _grammar_of(tool, f"{at}.format")
+        text, hint = _custom_input_schema(grammar)
+        description = "\n\n".join(filter(None, (description, hint)))
         function["parameters"] = {
             "type": "object",
             "properties": {INPUT: text},
@@ -245,13 +215,12 @@ def _function_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[Json
             "additionalProperties": False,
         }
     else:
-        raise FieldError(
-            f"{at}.type", f"'{at}.type' is '{kind[:100]}'; it must be function or custom."
-        )
+        problem = f"'{at}.type' is '{kind[:100]}'; it must be function or custom."
+        raise FieldError(f"{at}.type", problem)
     if description:
         function["description"] = description
-    origin = Origin(name, namespace, _CALLS[kind], at)
-    return {"type": "function", "function": function}, origin
+    declared: Json = {"type": "function", "function": function}
+    return function["name"], Tool(name, namespace, _CALLS[kind], at, declared, grammar)
 
 
 def _grammar_of(tool: Mapping[str, Any], at: str) -> TextGrammar | None:
@@ -260,15 +229,12 @@ def _grammar_of(tool: Mapping[str, Any], at: str) -> TextGrammar | None:
     if form is None or kind_of(form, at) == "text":
         return None
     if form["type"] != "grammar":
-        raise FieldError(f"{at}.type", f"'{at}.type' must be text or grammar.")
+        raise must(f"{at}.type", "be text or grammar")
     definition, syntax = form.get("definition"), form.get("syntax")
     if not isinstance(definition, str) or not 0 < len(definition) <= _GRAMMAR_CHARS:
-        raise FieldError(
-            f"{at}.definition",
-            f"'{at}.definition' must be a string of at most {_GRAMMAR_CHARS} characters.",
-        )
+        raise must(f"{at}.definition", f"be a string of at most {_GRAMMAR_CHARS} characters")
     if syntax not in ("lark", "regex"):
-        raise FieldError(f"{at}.syntax", f"'{at}.syntax' must be lark or regex.")
+        raise must(f"{at}.syntax", "be lark or regex")
     return TextGrammar(at, syntax, definition)
 
 
@@ -288,48 +254,40 @@ def _custom_input_schema(grammar: TextGrammar | None) -> tuple[Json, str]:
 def _name(tool: Mapping[str, Any], at: str) -> str:
     name = tool.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= _NAME_CHARS:
-        raise FieldError(
-            f"{at}.name", f"'{at}.name' must be a string of 1 to {_NAME_CHARS} characters."
-        )
+        raise must(f"{at}.name", f"be a string of 1 to {_NAME_CHARS} characters")
     return name
 
 
-def _chosen(tools: ToolSet, choice: Any) -> ToolSet:
-    """Return the tools with the choice among them, and only those that it allows."""
+def _chosen(tools: Mapping[str, Tool], choice: Any) -> tuple[Mapping[str, Tool], Any]:
+    """Return the tools that a choice among them allows, and the choice of the chat."""
     match choice:
-        case None:
-            return tools
-        case "auto" | "none":
-            return tools._replace(choice=choice)
-        case "required" if tools.functions:
-            return tools._replace(choice=choice)
+        case None | "auto" | "none":
+            return tools, choice
+        case "required" if tools:
+            return tools, choice
         case {"type": "function" | "custom"}:
             name = _reference(tools, choice, "tool_choice")
-            return tools._replace(choice={"type": "function", "function": {"name": name}})
-        case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [*allowed]}:
+            return tools, {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
             # A hosted tool among them is left out as everywhere.
             names = {
                 _reference(tools, one, f"tool_choice.tools[{index}]")
                 for index, one in enumerate(allowed)
                 if kind_of(one, f"tool_choice.tools[{index}]") not in HOSTED_TOOLS
             }
-            kept = tuple(one for one in tools.functions if one["function"]["name"] in names)
-            mode = choice["mode"] if kept else None
-            return tools._replace(functions=kept, choice=mode)
+            kept = {name: tool for name, tool in tools.items() if name in names}
+            return kept, mode if kept else None
         case "required":
-            raise FieldError("tool_choice", "'tool_choice' must choose one of 'tools'.")
+            raise must("tool_choice", "choose one of 'tools'")
         case {"type": str() as kind} if kind in HOSTED_TOOLS:
             raise FieldError("tool_choice.type", f"This gateway does not run '{kind}'.")
-    raise FieldError(
-        "tool_choice",
-        "'tool_choice' must be auto, none, required, or an object of the type function, custom or "
-        "allowed_tools.",
-    )
+    kinds = "auto, none, required, or an object of the type function, custom or allowed_tools"
+    raise must("tool_choice", f"be {kinds}")
 
 
-def _reference(tools: ToolSet, reference: Mapping[str, Any], at: str) -> str:
+def _reference(tools: Mapping[str, Tool], reference: Mapping[str, Any], at: str) -> str:
     """Return the function that a reference to a tool names; raise `FieldError`."""
     name = flat_name(_name(reference, at), reference.get("namespace"))
-    if name not in tools.origins:
-        raise FieldError(f"{at}.name", f"'{at}.name' must be the name of one of 'tools'.")
+    if name not in tools:
+        raise must(f"{at}.name", "be the name of one of 'tools'")
     return name

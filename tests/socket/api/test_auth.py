@@ -134,7 +134,7 @@ def request_with_key(
 @pytest.mark.parametrize("admin_port", [None, 0], ids=["one port", "a port for admins"])
 def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, admin_port) -> None:
     """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): every route, method and port
-    returns 401 without a key unless the route is public, and no route serves files."""
+    returns 401 without a key unless the route is public."""
     settings = make_settings(tmp_path, admin_port=admin_port, **KEYS)
     app = asyncio.run(create_app(settings))
     expected_routes = all_routes(tmp_path)
@@ -152,7 +152,8 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, a
         for url, port_routes in routes_by_url.items():
             with httpx.Client(base_url=url, timeout=30) as client:
                 for method, path in asked:
-                    response = client.request(method, path)
+                    file = path.replace("{name:path}", "shared/icon.svg")
+                    response = client.request(method, file)
                     expected = expected_status(method, path, port_routes)
                     assert response.status_code == expected, f"{method} {path}: {response.text}"
                     if response.status_code == 405:

@@ -8,13 +8,20 @@ import httpx
 import pytest
 
 from paceline.request.profile import Bypass
-from tests.support.page_files import FOLDERS, PAGES, page_files, page_path
 from tests.support.running_gateway import RunningGateway, make_settings
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 MAIN_LINKS = ["/", "/dashboard", "/try", "/#models"]
 ADMIN_LINKS = ["/admin#workers", "/admin#keys", "/admin#policy"]
 DOCS_LINK = "/docs"
+PATHS = ["/", "/dashboard", "/try", "/docs", "/admin"]
+PAGES = Path(__file__).parents[3] / "gateway" / "pages"
+
+
+def page_files() -> list[Path]:
+    """List the files of the pages: texts, scripts, styles and icons."""
+    kinds = (".html", ".js", ".css", ".svg")
+    return [file for file in PAGES.rglob("*") if file.suffix in kinds]
 
 
 def links_of(page: httpx.Response) -> list[str]:
@@ -26,17 +33,16 @@ def test_the_printed_address_is_a_page_for_browsers_and_names_the_pages_for_othe
     page = gateway.client.get("/", headers=BROWSER)
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
     told = gateway.client.get("/")
-    pages = ["/", "/dashboard", "/try", "/docs", "/admin"]
     assert told.json() == {
         "name": "Paceline",
         "version": version("paceline"),
         "base_path": "/v1",
         "key_required": False,
         "openapi": "/openapi.json",
-        "pages": pages,
+        "pages": PATHS,
     }
     assert page.headers["vary"] == told.headers["vary"] == "accept"
-    for path in pages:
+    for path in PATHS:
         page = gateway.client.get(path, headers=BROWSER)
         assert links_of(page) == [*MAIN_LINKS, *ADMIN_LINKS, DOCS_LINK]
         assert f'<span class="version">{version("paceline")}</span>' in page.text
@@ -56,22 +62,21 @@ def test_the_pages_of_an_admin_port_and_those_of_clients_do_not_link_to_each_oth
             assert links_of(split.admin.get(path)) == ["/admin", *ADMIN_LINKS, DOCS_LINK]
 
 
-@pytest.mark.parametrize("page", FOLDERS)
-def test_every_file_of_a_page_has_security_headers_and_an_etag(module_gateway, page) -> None:
-    # The script of the API reference is another party's: a sandbox keeps it from keys and network.
-    own = "sandbox allow-scripts" if page == "docs" else "connect-src 'self'"
-    paths = [page_path(page), *(f"/{page}/page/{file.name}" for file in page_files(page))]
-    paths.remove(f"/{page}/page/index.html")
-    assert len(paths) > 5
-    for path in paths:
+def test_every_page_and_file_has_security_headers_and_an_etag(module_gateway) -> None:
+    files = [f"/pages/{file.relative_to(PAGES)}" for file in page_files() if file.suffix != ".html"]
+    assert len(files) > 50
+    for path in (*PATHS, "/favicon.ico", *files):
         response = module_gateway.client.get(path, headers=BROWSER)
-        assert response.status_code == 200
+        assert response.status_code == 200, path
+        # The script of the API reference is another party's: a sandbox keeps it from keys and
+        # network.
+        own = "sandbox allow-scripts" if path == "/docs" else "connect-src 'self'"
         directives = response.headers["content-security-policy"].split("; ")
         assert {
             *("default-src 'none'", "script-src 'self'", "style-src 'self'", own),
             *("frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"),
         } <= {*directives}
-        assert sum(one.startswith("connect-src") for one in directives) == (page != "docs")
+        assert sum(one.startswith("connect-src") for one in directives) == (path != "/docs")
         assert response.headers["x-content-type-options"] == "nosniff"
         assert response.headers["referrer-policy"] == "no-referrer"
         if path != "/docs":  # it contains the description of the routes
@@ -80,10 +85,24 @@ def test_every_file_of_a_page_has_security_headers_and_an_etag(module_gateway, p
             assert (cached.status_code, cached.content) == (304, b"")
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("start/index.html", "layout.html", "vendor/README.md", "shared", "", "shared/"),
+        *("../api/pages.py", "..%2fapi%2fpages.py", "/etc/passwd", "shared/../layout.html"),
+    ],
+)
+def test_no_path_selects_another_file(module_gateway, path: str) -> None:
+    url = httpx.URL(module_gateway.url).copy_with(raw_path=b"/pages/" + path.encode())
+    refused = httpx.get(url, timeout=60)
+    assert refused.status_code == 404
+    assert refused.json()["error"]["code"] == "path_not_found"
+
+
 def test_pages_contain_no_other_origin_and_no_inline_code() -> None:
-    for file in {file for page in FOLDERS for file in page_files(page)}:
-        if file.parent.name == "uplot":
-            continue  # a third-party library, which the tests in the browser cover
+    for file in page_files():
+        if file.parent.parent.name == "vendor":
+            continue  # libraries of others, which the tests in the browser cover
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert not re.search("://|innerHTML", text), file
         if file.suffix == ".html":

@@ -117,10 +117,10 @@ def test_c6_a_stream_that_is_left_costs_the_reservation_or_the_usage_reported_so
 ) -> None:
     """LiteLLM #38176, #23714, #11083: budgets that some paths do not enforce."""
     frame = {"choices": [{"index": 0, "delta": {"content": "x"}}]}
-    usage = {"prompt_tokens": 950, "completion_tokens": 3}
+    usage = {"prompt_tokens": 30, "completion_tokens": 3}
     reporting = (event(frame | {"usage": usage}), event(frame), event(frame))
     reserved = PROMPT_TOKENS + 100
-    for events, charged in ((None, reserved), (reporting, 950 + 3 + RUNNING_USAGE_TOKENS)):
+    for events, charged in ((None, reserved), (reporting, 30 + 3 + 2 * RUNNING_USAGE_TOKENS)):
         shared_gateway.use_new_key(tokens_a_day=2000)
         module_worker.reset()
         module_worker.script = Script(events=events, hang_after=3)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from gateway.config import policy_file
 from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
-from gateway.config.policy_store import POLICY_KIND, open_policy_store
+from gateway.config.policy_store import POLICY_KIND, PolicyStore
 from gateway.config.policy_versions import PolicyVersion, Proposal, Reason
 from gateway.state.records import RedisRecords
 from gateway.state.redis import RedisClient
@@ -77,7 +77,7 @@ class _Gateway:
         records = RedisRecords(self.client, self.folder)
         source, reads = read_source(self.file), LastReads(self.folder, self.file)
         await reads.open()
-        store = await open_policy_store(records, (), source, lambda: 0.0, last_read=reads.last)
+        store = await PolicyStore(records, (), source, lambda: 0.0).open(reads.last)
         self.store = store
         self.watcher = PolicyFileWatcher(store, self.file, reads)
         if self.file is not None:

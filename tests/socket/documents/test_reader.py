@@ -11,7 +11,7 @@ import pytest
 
 from gateway.documents import pdf_process
 from gateway.documents import reader as reading
-from gateway.documents.reader import DocumentReader, ReaderLimits
+from gateway.documents.reader import DocumentReader
 from gateway.memory_budget import MemoryBudget
 from gateway.protocols.documents import Document
 from paceline.request.content import read_size
@@ -114,7 +114,8 @@ async def test_f65_what_was_read_before_a_limit_counts(monkeypatch, tmp_path) ->
 
 
 async def test_the_memory_of_documents_is_bounded_and_so_is_their_number(monkeypatch) -> None:
-    reader = DocumentReader(MemoryBudget(), ReaderLimits(cache_bytes=2500))
+    monkeypatch.setattr(reading, "_CACHE_BYTES", 2500)
+    reader = DocumentReader(MemoryBudget())
     first, second = pdf("first"), pdf("second")
     for content, started in ((first, 1), (second, 2), (first, 2), (pdf("third"), 3), (second, 4)):
         await read(reader, content)
@@ -150,10 +151,12 @@ async def test_f65_a_process_that_a_document_has_taken_sends_no_links_and_breaks
         assert one == Document(problem="it is damaged")
 
 
-async def test_a_document_that_a_busy_machine_has_no_time_for_is_read_again_later() -> None:
-    reader = DocumentReader(MemoryBudget(), ReaderLimits(wall_s=0))
-    content = pdf("Hello")
-    (one,) = await read(reader, content)
+async def test_a_document_that_a_busy_machine_has_no_time_for_is_read_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, content = DocumentReader(MemoryBudget()), pdf("Hello")
+    with monkeypatch.context() as busy:
+        busy.setattr(reading, "_DOCUMENT_S", 0)
+        (one,) = await read(reader, content)
     assert one.problem == "it takes too long to read"
-    reader._limits = ReaderLimits()
     assert await read(reader, content) == [Document("[Page 1]\nHello", 1)]

@@ -149,7 +149,7 @@ def test_f02_a_body_that_crashed_two_workers_is_not_sent_to_a_third(
         reached = [bool(member.requests) for member in (worker, second_worker, third)]
         assert reached.count(True) == 2, "the third worker never received the body"
         assert gateway.chat().status_code == 200, "other requests still succeed"
-    assert gateway.status()["quarantined_bodies"] == 1
+    assert gateway.metric("quarantined_bodies") == 1
 
 
 def test_f28_retries_wait_for_the_budget_and_none_is_dropped_when_most_workers_fail(
@@ -164,7 +164,7 @@ def test_f28_retries_wait_for_the_budget_and_none_is_dropped_when_most_workers_f
     worker.script.hang = second_worker.script.hang = True
     with ThreadPoolExecutor(30) as executor:
         responses = [executor.submit(gateway.chat) for _ in range(30)]
-        wait_until(lambda: gateway.status()["retries_delayed"] > 0)
+        wait_until(lambda: gateway.metric("retries_delayed_total") > 0)
         assert worker.in_flight + second_worker.in_flight < 30
         worker.resume.set()
         second_worker.resume.set()

@@ -23,7 +23,6 @@ WALL_CLOCK_READERS = {
     "assembly.py": "needs calendar dates: a key's expiry, the day of a limit, the week",
     "cli/bench.py": "writes the date of a record",
     "cli/commands.py": "computes an expiry date",
-    "cli/status.py": "prints the time of each refresh",
 }
 """Modules that read the wall clock, and why."""
 

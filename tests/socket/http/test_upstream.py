@@ -175,19 +175,27 @@ async def test_after_a_response_to_a_half_sent_request_the_connection_is_not_reu
 
 
 async def test_the_read_timeout_applies_to_each_read_and_not_to_the_response() -> None:
+    now_s = asyncio.get_running_loop().time
     slow = serve_pieces(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", *[b"x"] * 40)
     async with connected(slow) as (connection, _):
         response = await send_request(connection)
-        response.set_read_timeout(0.5)
-        received = bytearray()
+        response.set_read_timeout(9.0)
+        began_s, received = now_s(), bytearray()
 
         async def receive() -> None:
             while part := await response.chunk():
                 received.extend(part)
 
+        receiving = asyncio.create_task(receive())
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(received) < 40:
+                await asyncio.sleep(0.001)
+        connection.check(began_s + 9.0)
+        await asyncio.sleep(0)
+        assert not receiving.done()
+        connection.check(now_s() + 9.0)
         with pytest.raises(ReadTimeout):
-            await receive()
-        assert received == b"x" * 40
+            await receiving
 
 
 async def test_backpressure_pauses_a_worker_that_is_faster_than_its_reader() -> None:
@@ -228,13 +236,13 @@ async def test_a_pause_caused_by_a_relayed_chunk_is_no_read_timeout() -> None:
     pieces = (HEAD + b"3\r\none\r\n", second, END)
     async with connected(serve_pieces(*pieces)) as (connection, reusable):
         response = await send_request(connection)
-        connection.set_read_timeout(0.1)
         relayed: list[bytes] = []
 
         def relay(chunk: bytes) -> bool:
             relayed.append(chunk)
             connection.pause(True)
-            asyncio.get_running_loop().call_later(0.4, connection.pause, False)
+            connection.check(asyncio.get_running_loop().time() + TIMEOUT_S)
+            asyncio.get_running_loop().call_soon(connection.pause, False)
             return True
 
         assert await connection.pour(lambda _: True, relay) == b""
@@ -243,49 +251,50 @@ async def test_a_pause_caused_by_a_relayed_chunk_is_no_read_timeout() -> None:
     assert reusable == [connection]
 
 
-class ChunkRelay:
-    """A sink for data that also relays all of the chunks offered to it, or about half of them."""
+class Sink:
+    """A sink for up to a number of parts, and for a share of the chunks offered to it."""
 
-    def __init__(self, random: Random | None = None) -> None:
+    def __init__(self, share: float = 1.0, limit: int = 0, random: Random | None = None) -> None:
         self.relayed: list[bytes] = []
-        self.content: list[bytes] = []
-        self._random = random
+        self.parts: list[bytes] = []
+        self._share, self._limit, self._random = share, limit, random or Random(0)
 
     def data(self, data: bytes) -> bool:
-        self.content.append(data)
-        return True
+        self.parts.append(data)
+        return len(self.parts) != self._limit
 
     def chunk(self, chunk: bytes) -> bool:
-        accepts = self._random is None or self._random.random() < 0.5
+        accepts = self._random.random() < self._share
         if accepts:
             self.relayed.append(chunk)
             size, _, rest = chunk.partition(b"\r\n")
             assert len(rest) == int(size, 16) + 2
-            self.content.append(rest[:-2])
+            self.parts.append(rest[:-2])
         return accepts
 
-    async def read_response(self, connection: UpstreamConnection) -> bytes:
+    async def read(self, connection: UpstreamConnection) -> bytes:
+        """Pour a response; return the bytes that came with its end."""
         response = await send_request(connection)
         try:
-            last = await response.pour(self.data, self.chunk)
+            return await response.pour(self.data, self.chunk)
         finally:
             response.release()
-        return b"".join((*self.content, last))
 
 
-async def relayed(relay: ChunkRelay, *pieces: bytes) -> tuple[bytes, bool]:
+async def poured(sink: Sink, serve: Serve) -> tuple[bytes, bool]:
     """Return the body of a response, and whether its connection is reused."""
-    async with connected(serve_pieces(*pieces)) as (connection, reusable):
-        return await relay.read_response(connection), reusable == [connection]
+    async with connected(serve) as (connection, reusable):
+        last = await sink.read(connection)
+        return b"".join((*sink.parts, last)), reusable == [connection]
 
 
 async def test_complete_chunks_are_relayed_unchanged_and_the_response_continues() -> None:
     words = (b"5\r\nfirst\r\n", b"3\r\none\r\n", b"B\r\n, and two!!\r\n", b"2\r\n..\r\n")
-    relay, pieces = ChunkRelay(), (HEAD + words[0], *words[1:], END)
+    relay, pieces = Sink(), (HEAD + words[0], *words[1:], END)
     async with connected(serve_pieces(*pieces)) as (connection, reusable):
         for number in (1, 2):
-            body = await relay.read_response(connection)
-            assert body == b"firstone, and two!!.." * number
+            last = await relay.read(connection)
+            assert b"".join((*relay.parts, last)) == b"firstone, and two!!.." * number
     assert relay.relayed == [*words[1:], *words[1:]]
     assert reusable == [connection, connection]
 
@@ -305,8 +314,8 @@ async def test_a_response_is_the_same_at_any_split_with_any_chunks_relayed(seed:
                 parts += [chunk[:cut], chunk[cut:]]
             case _:
                 parts.append(chunk)
-    relay = ChunkRelay(random=random)
-    assert await relayed(relay, *parts, END) == (b"".join(words), True)
+    relay = Sink(share=0.5, random=random)
+    assert await poured(relay, serve_pieces(*parts, END)) == (b"".join(words), True)
     assert relay.relayed
 
 
@@ -325,58 +334,39 @@ ABC = b"3\r\nabc\r\n"
     ],
 )
 async def test_only_a_single_complete_plain_chunk_is_offered(parts: tuple[bytes, ...]) -> None:
-    relay = ChunkRelay()
-    _, reused = await relayed(relay, HEAD + b"2\r\nok\r\n", *parts, END)
+    relay = Sink()
+    _, reused = await poured(relay, serve_pieces(HEAD + b"2\r\nok\r\n", *parts, END))
     assert (relay.relayed, reused) == ([], True)
 
 
 async def test_no_chunk_is_relayed_after_the_last_one_or_within_a_content_length() -> None:
-    relay = ChunkRelay()
-    pieces = (HEAD, b"2\r\nok\r\n" + END + ABC, ABC)
-    assert await relayed(relay, *pieces) == (b"ok", False)
-    pieces = (b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\n", ABC, ABC)
-    assert await relayed(relay, *pieces) == (ABC + ABC, True)
-    assert not relay.relayed
+    for pieces, expected in (
+        ((HEAD, b"2\r\nok\r\n" + END + ABC, ABC), (b"ok", False)),
+        ((b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\n", ABC, ABC), (ABC + ABC, True)),
+    ):
+        relay = Sink()
+        assert await poured(relay, serve_pieces(*pieces)) == expected
+        assert not relay.relayed
 
 
-class Sink:
-    """A sink that accepts up to a number of parts."""
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.parts: list[bytes] = []
-        self._limit = limit
-
-    def __call__(self, data: bytes) -> bool:
-        self.parts.append(data)
-        return len(self.parts) != self._limit
-
-
-async def poured(sink: Sink, serve: Serve) -> tuple[bytes, bool]:
-    """Pour a response; return the bytes that came with its end, and whether it can be reused."""
-    async with connected(serve) as (connection, reusable):
-        response = await send_request(connection)
-        try:
-            last = await response.pour(sink)
-        finally:
-            response.release()
-        return last, reusable == [connection]
-
-
-async def test_a_response_is_written_to_the_sink_and_its_last_bytes_are_returned() -> None:
-    sink, head = Sink(), b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"
-    last, reused = await poured(sink, serve_pieces(head + b"on", b"e ", b"tw"))
-    assert (b"".join(sink.parts) + last, reused) == (b"one tw", True)
-    assert last.endswith(b"tw")
-    sink = Sink()
-    assert await poured(sink, serve_pieces(CHUNKED)) == (b"one two", True), "of one packet"
-    assert sink.parts == []
+async def test_the_bytes_that_come_with_the_end_are_returned() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"
+    for pieces, least, whole in (
+        ((head + b"on", b"e ", b"tw"), b"tw", b"one tw"),
+        ((CHUNKED,), b"one two", b"one two"),
+    ):
+        sink = Sink()
+        async with connected(serve_pieces(*pieces)) as (connection, _):
+            last = await sink.read(connection)
+        assert last.endswith(least)
+        assert b"".join((*sink.parts, last)) == whole
 
 
 async def test_a_sink_at_its_limit_gets_no_more_bytes() -> None:
-    sink = Sink(limit=1)
+    sink = Sink(share=0, limit=1)
     endless = serve_pieces(CHUNKED[:60], b"1\r\n!\r\n" * 20)
-    assert await poured(sink, endless) == (b"", False)
-    assert len(sink.parts) == 1
+    _, reused = await poured(sink, endless)
+    assert (len(sink.parts), reused) == (1, False)
 
 
 async def test_a_cut_response_is_written_up_to_the_cut() -> None:
@@ -393,7 +383,7 @@ async def test_bytes_received_before_pour_are_written_first() -> None:
     async with connected(serve_pieces(head + b"x" * size)) as (connection, reusable):
         response = await send_request(connection)
         await until_paused(connection)
-        last = await response.pour(sink)
+        last = await response.pour(sink.data, sink.chunk)
         response.release()
     assert sum(map(len, sink.parts)) + len(last) == size
     assert reusable == [connection]
@@ -404,14 +394,10 @@ async def test_a_paused_connection_has_no_read_timeout() -> None:
     sink = Sink()
     async with connected(serve_pieces(head, b"on", b"e!")) as (connection, reusable):
         response = await send_request(connection)
-        pouring = asyncio.create_task(response.pour(sink))
+        pouring = asyncio.create_task(response.pour(sink.data, sink.chunk))
         await asyncio.sleep(0)
         response.pause(True)
-        response.set_read_timeout(0.1)
-        async with asyncio.timeout(TIMEOUT_S):
-            while connection._read_timer._timer is not None:  # it fires, and ends no wait
-                await asyncio.sleep(0.001)
-        response.set_read_timeout(30)
+        connection.check(asyncio.get_running_loop().time() + TIMEOUT_S)
         response.pause(False)
         last = await pouring
         response.release()

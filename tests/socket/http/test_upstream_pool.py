@@ -66,7 +66,7 @@ def test_f13_after_a_connect_timeout_the_request_goes_to_another_worker(
 
 
 def test_f13_a_silent_connection_ends_at_the_answer_timeout(make_gateway, worker, proxy) -> None:
-    gateway = make_gateway(worker, answer_timeout_s=0.3)
+    gateway = make_gateway(worker, check_s=0.1, answer_timeout_s=0.3)
     proxy.fault = Fault(blackhole=True)
     for stream in (False, True):
         assert status_and_code(gateway.chat(stream=stream)) == (504, "worker_timeout")
@@ -97,11 +97,11 @@ async def test_f05_a_response_that_is_silent_ends_if_its_worker_is(worker: Scrip
         url = f"{worker.url}/v1/chat/completions"
         sending = asyncio.create_task(pool.send(url, (b"{}",), {}, lambda: None))
         await asyncio.to_thread(worker.request_received.wait, 10)
-        pool.end_silent((f"{worker.url}0/",), 0.0)
-        pool.end_silent((f"{worker.url}/",), 60.0)
+        pool.check((f"{worker.url}0/",), 0.0)
+        pool.check((f"{worker.url}/",), 60.0)
         await asyncio.sleep(0)
         assert not sending.done()
-        pool.end_silent((f"{worker.url}/",), 0.0)
+        pool.check((f"{worker.url}/",), 0.0)
         with pytest.raises(WorkerSilent):
             await sending
 

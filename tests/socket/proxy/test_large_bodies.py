@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway import strict_json
+from gateway import inspection_thread, strict_json
 from gateway.proxy import handler
 from gateway.strict_json import _BOUNDS as BOUNDS
 from gateway.strict_json import parse
@@ -79,6 +79,22 @@ def test_a_large_body_reaches_its_worker_whole(gateway_with_worker, worker) -> N
     sent = worker.requests[-1].body
     assert sent["messages"] == body["messages"]
     assert sent["max_tokens"], "the limit of a key adds it to the encoded body"
+
+
+def test_c16_a_large_body_is_counted_beside_the_event_loop(
+    gateway_with_worker, monkeypatch
+) -> None:
+    """To count 32 MB holds up other requests by 100 ms."""
+    threads: set[str] = set()
+
+    def counted(raw: bytes) -> int:
+        threads.add(threading.current_thread().name)
+        return strict_json.footprint_bytes(raw)
+
+    monkeypatch.setattr(inspection_thread, "footprint_bytes", counted)
+    body = chat_body(messages=[{"role": "user", "content": "word " * 200_000}])
+    assert gateway_with_worker.chat(**body).status_code == 200
+    assert threads == {"inspection_0"}
 
 
 def test_large_bodies_are_inspected_one_at_a_time(gateway_with_worker, held, send) -> None:

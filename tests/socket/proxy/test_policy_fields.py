@@ -31,6 +31,12 @@ def error_of(response: httpx.Response) -> tuple[int, str, str]:
     return response.status_code, error["param"], error["message"]
 
 
+def drafts_of(gateway: RunningGateway) -> tuple[int, int]:
+    """Return the attempted and accepted tokens of the window, by the responses in it."""
+    history = gateway.status()["history"]
+    return sum(one["attempted"] for one in history), sum(one["accepted"] for one in history)
+
+
 def pool_of(response: httpx.Response) -> str:
     assert response.status_code == 200, response.text
     return response.headers["x-paceline-pool"]
@@ -297,7 +303,7 @@ def test_a_response_has_metrics_on_request_or_by_policy(gateway_with_worker, adm
         assert response.get("metrics") == (METRICS if expected else None), (include, asked)
         assert ("metrics" in response, response["usage"]) == (expected, USAGE)
         assert response["choices"][0]["message"]["content"] == "one two three"
-    assert gateway.status()["recent"]["mtp"]["accepted"] == 5, "the gateway always counts drafts"
+    assert drafts_of(gateway)[1] == 5, "the gateway always counts drafts"
 
 
 def test_the_last_chunk_has_usage_and_metrics_on_request_or_by_policy(
@@ -317,7 +323,7 @@ def test_the_last_chunk_has_usage_and_metrics_on_request_or_by_policy(
         admin.use(metrics={"include": include})
         last = last_chunk(gateway, **asked)
         assert (last.get("usage"), last.get("metrics")) == (usage, metrics), (include, asked)
-    assert gateway.status()["recent"]["mtp"]["accepted"] == 8, "the gateway always counts drafts"
+    assert drafts_of(gateway)[1] == 8, "the gateway always counts drafts"
 
 
 def test_the_shipped_policy_includes_metrics_with_usage(gateway_with_worker) -> None:
@@ -341,5 +347,5 @@ def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(served: Serv
     for metrics in invalid:
         served.worker.script.body = json.dumps({**answer, "metrics": metrics}).encode()
         assert served.gateway.chat(temperature=0).json()["metrics"] == metrics
-        mtp = served.gateway.status()["recent"]["mtp"]
-        assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]
+        attempted, accepted = drafts_of(served.gateway)
+        assert attempted >= accepted

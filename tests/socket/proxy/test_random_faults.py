@@ -10,12 +10,14 @@ import gc
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from gateway.assembly import TIMING
 from tests.support.fault_checks import (
     DISCONNECTED,
     check_counts,
@@ -70,7 +72,8 @@ async def test_b5_random_faults_lose_no_slot_no_request_and_no_count(
     planned = plan_requests(rng, requests)
     timeouts = {"connect_timeout_s": 0.4, "answer_timeout_s": 0.4, "idle_timeout_s": 0.3}
     excesses: list[int] = []
-    with _fleet(planned) as fleet, RunningGateway(make_settings(tmp_path, **timeouts)) as gateway:
+    running = RunningGateway(make_settings(tmp_path, **timeouts), replace(TIMING, check_s=0.1))
+    with _fleet(planned) as fleet, running as gateway:
         tasks_before, files_before = _tasks(gateway), _open_files()
         async with _beside(_send_heartbeats(gateway, fleet)):
             async with _beside(_inject_faults(rng, gateway, fleet), _watch(gateway, excesses)):

@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
+import json
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -166,6 +168,29 @@ def test_an_oversized_response_becomes_a_502(served, monkeypatch) -> None:
     assert status_and_code(served.gateway.chat()) == (502, "response_too_large")
     served.worker.script.body = body
     assert served.gateway.chat().status_code == 200
+
+
+def test_a_large_answer_is_read_and_written_beside_the_event_loop(served, monkeypatch) -> None:
+    """Vectors may take 64 MB: to parse them at once would hold up all requests."""
+    threads: set[str] = set()
+
+    def recorded(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return work(*args)
+
+        return call
+
+    for name in ("footprint_bytes", "parse_answer", "encode_body"):
+        monkeypatch.setattr(forward, name, recorded(getattr(forward, name)))
+    logprobs = {"content": [{"token": "\u20ac", "logprob": -0.5}] * 120_000}
+    choice = {"index": 0, "message": {"role": "assistant", "content": "one"}, "logprobs": logprobs}
+    answer = {"choices": [{**choice, "finish_reason": "stop"}], "model": "of-the-engine"}
+    served.worker.script.body = json.dumps(answer).encode()
+    read = served.gateway.chat().json()
+    assert threads == {"inspection_0"}
+    assert read["choices"][0]["logprobs"] == logprobs
+    assert read["model"] != "of-the-engine"
 
 
 def test_f58_requests_with_one_idempotency_key_are_not_deduplicated(served: Served) -> None:

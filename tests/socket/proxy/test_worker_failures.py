@@ -188,7 +188,7 @@ def test_f03_f17_a_stream_that_ends_at_any_event_ends_in_an_error_event(
 def test_f04_a_worker_that_never_responds_returns_504_and_is_disconnected(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
-    gateway = make_gateway(answer_timeout_s=0.2)
+    gateway = make_gateway(check_s=0.1, answer_timeout_s=0.2)
     hangs, sends_a_head = Script(hang=True), Script(hang_after=0)
     for stream, script in ((False, hangs), (True, hangs), (True, sends_a_head)):
         worker.script = script
@@ -202,7 +202,7 @@ def test_f04_after_a_worker_that_never_responds_another_one_answers(
     make_gateway: MakeGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script.hang = True
-    gateway = make_gateway(worker, answer_timeout_s=1.0)
+    gateway = make_gateway(worker, check_s=0.1, answer_timeout_s=1.0)
     join_as_busy(gateway, second_worker)
     with ThreadPoolExecutor(2) as executor:
         chats = [executor.submit(gateway.chat, stream=stream) for stream in (False, True)]
@@ -216,7 +216,7 @@ def test_f05_a_stalled_stream_ends_in_an_error_event_and_frees_the_worker(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    gateway = make_gateway(worker, idle_timeout_s=0.2)
+    gateway = make_gateway(worker, check_s=0.1, idle_timeout_s=0.2)
     assert stream_error_code(gateway.chat(stream=True).content) == "worker_stalled"
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, failed=1)

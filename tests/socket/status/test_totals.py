@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.fleet import health as control
 from gateway.status.model import schema
-from gateway.telemetry.stats import MAX_WINDOW_S
 from paceline.protocol import Speculation, WorkerReport
 from tests.support.fault_proxy import Fault
 from tests.support.running_gateway import RunningGateway, running_server
@@ -44,23 +43,21 @@ def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(gateway
     assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "the worker's own count"
 
 
-def test_prefix_counts_of_a_lane_are_summed_over_boots(gateway, worker) -> None:
+def test_prefix_counts_are_summed_over_lanes_and_boots(gateway, worker) -> None:
     kinds = {"system": 200, "disk": 400}
     prefix = {"hits": 3, "misses": 1, "cached_tokens": 600, "tokens_by_kind": kinds, "too_large": 1}
     lane = lane_report("text-mtp", prefix={**prefix, "moves": {"moved": 1, "slower": 2}})
     for boot in ("one", "two"):
         worker.boot_id = boot
         gateway.join_with(worker, lane, prefix_cache_bytes=4096)
-    status = gateway.status()["workers"]["fake-a"]
-    assert status["prefix_cache_bytes"] == 4096
-    assert status["lanes"]["text-mtp"]["prefix"] == {
-        "hits": 6,
-        "misses": 2,
-        "cached_tokens": 1200,
-        "too_large": 2,
-        "tokens_by_kind": {"system": 400, "disk": 800},
-        "moves": {"moved": 2, "slower": 4},
-    }
+    status = gateway.status()
+    entry = status["workers"]["fake-a"]
+    assert entry["prefix_cache_bytes"] == 4096
+    moves = {"moved": 2, "slower": 4}
+    expected = {"hits": 6, "misses": 2, "cached_tokens": 1200, "moves": moves}
+    assert entry["prefix"] == expected
+    assert status["prefix"]["tokens_by_kind"] == {"system": 400, "disk": 800}
+    assert status["prefix"]["not_reused"] == {"too large": 2}
 
 
 def test_decisions_are_counted_by_pool_route_and_reason(gateway_with_worker) -> None:
@@ -71,7 +68,6 @@ def test_decisions_are_counted_by_pool_route_and_reason(gateway_with_worker) -> 
     status = gateway_with_worker.status()
     assert status["decisions"] == {
         "total": 3,
-        "pools": {"text-mtp": 2, "vlm": 1},
         "routes": {"greedy-text": 2, "everything-else": 1},
         "reasons": {"eligible": 2, "non_greedy_sampling": 1},
         "bypass_counts": {"multiple_choices": 1, "non_greedy_sampling": 1},
@@ -154,10 +150,11 @@ def test_every_snapshot_is_consistent_while_workers_count(gateway: RunningGatewa
         for parts in (*(status[group].values() for group in ("workers", "pools", "models")), lanes):
             for count in ("drafts", "attempted", "accepted", "rejected", "errors"):
                 assert sum(part["mtp"].get(count, 0) for part in parts) == status["mtp"][count]
-            for count in ("decode_steps", "prompt_tokens"):
-                assert sum(part["savings"][count] for part in parts) == status["savings"][count]
-            cached_tokens = sum(part["prefix"]["cached_tokens"] for part in parts)
-            assert cached_tokens == status["savings"]["prompt_tokens"]
+        workers = status["workers"].values()
+        for count in ("decode_steps", "prompt_tokens"):
+            assert sum(one["savings"][count] for one in workers) == status["savings"][count]
+        cached_tokens = sum(one["prefix"]["cached_tokens"] for one in workers)
+        assert cached_tokens == status["savings"]["prompt_tokens"]
     assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
 
 
@@ -242,17 +239,14 @@ def test_an_invalid_window_or_parameter_returns_400(module_gateway, window) -> N
         assert module_gateway.client.get(f"/v1/status?{query}").status_code == 400
 
 
-@pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
-def test_a_window_has_its_length_and_its_coverage(module_gateway, window, seconds) -> None:
+@pytest.mark.parametrize("window", ["10s", "90s", "15m"])
+def test_a_window_has_its_coverage(module_gateway, window) -> None:
     status = module_gateway.client.get("/v1/status", params={"window": window}).json()
-    covered = status["window"]
-    assert (covered["length_s"], covered["max_length_s"]) == (seconds, MAX_WINDOW_S)
-    assert covered["coverage_s"] <= max(10, status["gateway"]["uptime_s"] + 1)
+    uptime_s = status["gateway"]["uptime_s"]
+    assert 0 < status["window"]["coverage_s"] <= max(10, uptime_s + 1)
 
 
-def test_every_level_has_the_figures_of_its_requests(gateway_with_worker, worker) -> None:
-    lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
-    worker.status_report = worker.report(lanes=[lane.model_dump()])
+def test_fleet_and_pools_have_the_figures_of_their_requests(gateway_with_worker) -> None:
     with gateway_with_worker.stream(temperature=0) as response:
         response.read()
     gateway_with_worker.chat(temperature=0)
@@ -260,35 +254,19 @@ def test_every_level_has_the_figures_of_its_requests(gateway_with_worker, worker
     gateway_with_worker.chat(temperature=9)
     status = gateway_with_worker.status()
     PUBLISHED.validate(status)
-    worker_entry = status["workers"]["fake-a"]
     for recent, requests in (
         (status["recent"], 3),
-        (status["models"]["demo"]["recent"], 3),
-        (worker_entry["recent"], 3),
         (status["pools"]["text-mtp"]["recent"], 2),
-        (worker_entry["lanes"]["text-mtp"]["recent"], 2),
     ):
-        assert (recent["requests"], recent["failures"]) == (requests, 0)
-        assert recent["completion_tokens"] == 3 * requests
-        assert recent["cached_tokens"] == 2 * requests
-        assert recent["prefix"] == {"hit": 0, "miss": 0, "none": requests, "unknown": 0}
-        assert recent["duration_s"]["count"] == requests
+        assert recent["requests"] == recent["duration_s"]["count"] == requests
         assert recent["first_token_s"]["count"] == recent["token_s"]["count"] == 1
         speed = recent["request_tokens_per_s"]
         assert speed["p50"] == pytest.approx(1 / recent["token_s"]["p50"])
-        assert recent["tokens_per_s"] > 0
-        mtp = recent["mtp"]
-        drafted = (mtp["drafts"], mtp["attempted"], mtp["accepted"])
-        assert drafted == (requests, 2 * requests, requests)
-        assert mtp["acceptance_rate_per_position"] == [1.0, 0.0]
-    assert status["pools"]["text-mtp"]["recent"]["reasons"] == {"eligible": 2}
-    assert status["pools"]["text-mtp"]["decisions"] == {"eligible": 2}
-    assert status["recent"]["mtp"]["bypass_counts"] == {"non_greedy_sampling": 1}
-    for answers in (status["recent"], status["last_minute"]):
-        assert (answers["answered"], answers["errors"]) == (4, 1)
+    assert (status["last_minute"]["answered"], status["last_minute"]["errors"]) == (4, 1)
     assert status["gateway"]["added_latency_s"]["count"] == 3
     (point,) = status["history"]
-    assert (point["requests"], point["attempted"], point["acceptance_rate"]) == (3, 6, 0.5)
+    assert (point["requests"], point["attempted"], point["accepted"]) == (3, 6, 3)
+    assert point["tokens_per_s"] > 0
 
 
 def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(gateway, worker) -> None:
@@ -302,7 +280,6 @@ def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(gatew
     status = gateway.status()
     PUBLISHED.validate(status)
     assert [path for path, value in paths(status) if value is None] == []
-    assert status["workers"]["fake-a"]["boot_id"] == ""
     assert status["workers"]["fake-a"]["heartbeat_age_s"] == 0
 
 

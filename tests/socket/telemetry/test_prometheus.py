@@ -66,7 +66,7 @@ def test_all_required_metrics_are_exposed_with_their_labels(exposition: str) -> 
     for kind, labels, names in (
         ("counter", set(), "bypasses prefix_not_reused speculation_and_reuse retries"),
         ("counter", set(), "retries_delayed"),
-        ("gauge", set(), "speculation_or_reuse_lost store_degraded"),
+        ("gauge", set(), "store_degraded"),
         ("counter", {"pool", "reason", "status"}, "requests"),
         ("counter", {"code"}, "errors"),
         ("counter", {"result"}, "prefixes"),

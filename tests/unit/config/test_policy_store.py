@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.config import policy_versions
-from gateway.config.policy_store import POLICY_KIND, PolicyStore, open_policy_store
+from gateway.config.policy_store import POLICY_KIND, PolicyStore
 from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason, is_new
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.state.records import FileRecords
@@ -141,26 +141,6 @@ async def test_every_policy_is_the_same_after_it_was_stored() -> None:
         assert Proposal.of(read_policy(stored, "stored")).document == stored
 
 
-async def test_the_second_edit_of_one_version_conflicts_also_if_the_first_changed_nothing() -> None:
-    store = await make_policy_store()
-    first = store.version
-    await store.apply(proposal(), AUTHOR_ANN, onto=first)
-    with pytest.raises(VersionConflict, match="version 2, by ann"):
-        await store.apply(proposal("c"), AUTHOR_BOB, onto=first)
-    assert active(store) == (2, "vlm")
-    assert store.version.etag != first.etag
-
-
-async def test_the_second_edit_at_another_gateway_conflicts_and_loads_the_first() -> None:
-    records = MemoryRecords()
-    first_store, second_store = await make_policy_store(records), await make_policy_store(records)
-    await second_store.apply(proposal("b"), AUTHOR_BOB, onto=second_store.version)
-    with pytest.raises(VersionConflict, match="by bob"):
-        await first_store.apply(proposal("c"), AUTHOR_ANN, onto=first_store.version)
-    assert first_store.version == second_store.version
-    assert active(first_store) == (2, "b")
-
-
 async def test_an_edit_of_a_version_from_another_gateway_succeeds() -> None:
     records = MemoryRecords()
     first_store, second_store = await make_policy_store(records), await make_policy_store(records)
@@ -176,12 +156,13 @@ async def test_an_edit_of_a_version_from_another_gateway_succeeds() -> None:
 
 async def test_a_policy_without_the_pools_of_static_workers_is_never_active() -> None:
     workers = (static_worker(pools=["a"]),)
-    store = await open_policy_store(MemoryRecords(), workers, (proposal("a"), SHIPPED), lambda: 0.0)
+    store = PolicyStore(MemoryRecords(), workers, (proposal("a"), SHIPPED), lambda: 0.0)
+    await store.open()
     with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
         await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
     assert active(store) == (1, "a")
     with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
-        await open_policy_store(MemoryRecords(), workers, (proposal("b"), SHIPPED), lambda: 0.0)
+        await PolicyStore(MemoryRecords(), workers, (proposal("b"), SHIPPED), lambda: 0.0).open()
 
 
 async def test_c15_a_start_skips_a_version_with_an_unknown_field() -> None:
@@ -194,7 +175,7 @@ async def test_c15_a_start_skips_a_version_with_an_unknown_field() -> None:
     restarted = await make_policy_store(records)
     assert active(restarted) == (2, "b")
     assert [one.number for one in await restarted.versions()] == [1, 2, 3]
-    store = await open_policy_store(records, (), (proposal("d"), BY_FILE), lambda: 0.0)
+    store = await PolicyStore(records, (), (proposal("d"), BY_FILE), lambda: 0.0).open()
     assert active(store) == (4, "d")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
-from workers.engine.decode.step_graph import COMPILED_STEPS, Compiled, CompiledSteps
+from workers.engine.decode.step_graph import COMPILED_STEPS, CompiledSteps
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def test_the_least_recently_used_shapes_are_compiled_again() -> None:
         assert joined.tolist() == [1.0] * (rows + 2 * slots)
 
     steps = CompiledSteps()
-    compiled = Compiled(join, steps)
+    compiled = steps.compiled(join)
     for rows in range(1, COMPILED_STEPS + 1):
         call(rows)
     assert len(steps) == COMPILED_STEPS
@@ -51,7 +51,7 @@ def test_the_least_recently_used_shapes_are_compiled_again() -> None:
 
 def test_n3_all_functions_of_an_engine_share_one_limit_and_no_result() -> None:
     steps = CompiledSteps()
-    functions = [Compiled(lambda values, n=n: mx.tile(values, n), steps) for n in range(1, 4)]
+    functions = [steps.compiled(lambda values, n=n: mx.tile(values, n)) for n in range(1, 4)]
     for rows in range(1, COMPILED_STEPS // 2):
         for n, function in enumerate(functions, 1):
             assert function(mx.ones(rows)).tolist() == [1.0] * n * rows
@@ -60,7 +60,7 @@ def test_n3_all_functions_of_an_engine_share_one_limit_and_no_result() -> None:
 
 def test_an_answer_is_right_if_two_shapes_are_taken_for_one() -> None:
     steps = CompiledSteps()
-    compiled = Compiled(lambda layers: mx.tile(layers[1][0], 2), steps)
+    compiled = steps.compiled(lambda layers: mx.tile(layers[1][0], 2))
     ends = (mx.ones(2),)
     for middle in (3, 4, 3):
         answer = compiled([ends, (mx.ones(middle),), ends])

@@ -9,17 +9,15 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from workers.demo import CHECKPOINT
 from workers.engine.text.grammar import Matcher, TokenRules, allowed_tokens
-from workers.engine.text.grammar_source import LIMITS
+from workers.engine.text.grammar_source import matcher_of
 from workers.engine.text.reasoning import detect_reasoning
 
 FORMS: tuple[Any, ...] = (
@@ -36,15 +34,10 @@ FORMS: tuple[Any, ...] = (
 DRAFTED = 3
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> LLTokenizer:
-    return from_tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINT)))
-
-
 def matcher_after(tokenizer: LLTokenizer, form: int, tokens: Sequence[int]) -> LLMatcher:
     regex, json_schema = LLMatcher.grammar_from_regex, LLMatcher.grammar_from_json_schema
     source = (regex if isinstance(FORMS[form], str) else json_schema)(FORMS[form])
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    matcher = matcher_of(source, tokenizer)
     assert not tokens or matcher.consume_tokens(list(tokens))
     return matcher
 

@@ -8,12 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer
 
 from tests.support.patch_grammar import PATCH
-from workers.demo import CHECKPOINT
-from workers.engine.text.grammar_source import LIMITS
+from workers.engine.text import grammar_source
 from workers.engine.text.lark_text import UnsupportedGrammar, before_tag, in_json, regex_in_json
 
 TAG = "</parameter>"
@@ -67,14 +64,9 @@ GRAMMARS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> LLTokenizer:
-    return from_tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINT)))
-
-
 @lru_cache(maxsize=32)
 def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=LIMITS)
+    matcher = grammar_source.matcher_of(LLMatcher.grammar_from_lark(grammar), tokenizer)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
 

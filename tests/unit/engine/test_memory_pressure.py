@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from paceline.lifecycle import TRIM_INTERVAL_S, trim_heap
-from tests.support.fake_clock import START_S, FakeClock
+from paceline.lifecycle import trim_heap
+from tests.support.fake_clock import FakeClock
 from workers.engine.decode.memory_pressure import (
     READING_INTERVAL_S,
-    HeapTrimmer,
     LinuxMemory,
     MacMemory,
     MemoryMonitor,
@@ -62,7 +61,7 @@ def test_a_reading_that_fails_is_logged_and_means_no_pressure(caplog) -> None:
     def fail() -> MemoryReading:
         raise OSError(5, "no reading")
 
-    assert MemoryMonitor(fail).pressure is Pressure.NORMAL
+    assert MemoryMonitor(fail).reading().pressure is Pressure.NORMAL
     assert "memory.unreadable" in caplog.text
 
 
@@ -225,12 +224,3 @@ def test_memory_that_was_freed_between_blocks_in_use_goes_back_to_the_system() -
     trim_heap()
     assert read().used_bytes < before_bytes - count * size_bytes / 2
     system.free(ctypes.c_void_p(last))
-
-
-def test_n3_a_heap_is_trimmed_once_an_interval_while_somebody_asks() -> None:
-    clock, trims = FakeClock(), list[float]()
-    trimmer = HeapTrimmer(lambda: trims.append(clock()), clock)
-    for _ in range(25):
-        trimmer.trim_if_due()
-        clock.advance(TRIM_INTERVAL_S / 10)
-    assert trims == [START_S + TRIM_INTERVAL_S, START_S + 2 * TRIM_INTERVAL_S]

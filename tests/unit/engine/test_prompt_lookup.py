@@ -12,7 +12,6 @@ from workers.engine.decode.prompt_lookup import (
     Found,
     PromptLookup,
     Reliability,
-    ReliabilityOfRow,
 )
 
 
@@ -85,7 +84,7 @@ def test_every_draft_is_what_followed_the_match(seed: int) -> None:
 
 def test_lookups_of_a_row_that_are_wrong_lose_their_reliability_and_regain_it() -> None:
     """Also tokens that were looked up and not drafted count."""
-    lane, row, other = Reliability(), ReliabilityOfRow(), ReliabilityOfRow()
+    lane, row, other = Reliability(), PromptLookup([]).counts, PromptLookup([]).counts
     found = Found([1, 2, 3, 4], 4)
     before = lane.of(found, row)
     for _ in range(8):

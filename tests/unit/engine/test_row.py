@@ -9,7 +9,7 @@ from paceline.protocol import DraftSource
 from paceline.request.profile import Sampling
 from workers.engine.decode.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
 from workers.engine.text.detokenizer import TextStream
-from workers.engine.text.reasoning import NextToken, Part, Reasoning
+from workers.engine.text.reasoning import MarkedReasoning, Reasoning
 from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import (
     Delta,
@@ -167,28 +167,8 @@ def test_no_tokens_are_listed_unless_the_request_asks_for_them() -> None:
     assert [delta.tokens for delta in deltas] == [()]
 
 
-class Switch:
-    """A state in which one token switches between reasoning and answer."""
-
-    MARK = 1
-    reasoning_tokens = 0
-    inside = False
-
-    def next_token(self) -> NextToken:
-        return NextToken()
-
-    def push(self, token: int) -> tuple[Part, Sequence[int]]:
-        if token == self.MARK:
-            self.inside = not self.inside
-            return Part.MARK, ()
-        self.reasoning_tokens += self.inside
-        return (Part.REASONING if self.inside else Part.ANSWER), (token,)
-
-    def may_force(self, tokens: int) -> bool:
-        return False
-
-    def forced(self) -> Sequence[int]:
-        return ()
+SWITCH = 1
+"""A token that switches between reasoning and answer."""
 
 
 @given(
@@ -202,8 +182,12 @@ def test_reasoning_and_answer_keep_their_order(parts: list[str], steps: list[int
     """
     row, deltas = recorded_row(token_sources=True)
     row.text = TextStream(decode_bytes, strip=True)
-    row.reasoning = Reasoning(Switch(), TextStream(decode_bytes, strip=True))
-    tokens = [*bytes([Switch.MARK]).join(part.encode() for part in parts), END]
+    state = MarkedReasoning(
+        begin_mark=SWITCH, end_mark=SWITCH, closing=(SWITCH,), label=(), repeats=True,
+        is_blank=lambda _: False,
+    )  # fmt: skip
+    row.reasoning = Reasoning(state, TextStream(decode_bytes, strip=True))
+    tokens = [*bytes([SWITCH]).join(part.encode() for part in parts), END]
     row.max_tokens = len(tokens) + 1
     now_s = 0.0
     while tokens:

@@ -9,18 +9,15 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
-from transformers import AutoTokenizer
+from llguidance import LLTokenizer
 
 from paceline.request.constraint import strict_tools
 from tests.support.patch_grammar import PATCH
-from workers.demo import CHECKPOINT
 from workers.engine.text.grammar_source import (
     FUNCTION_TAGS,
-    LIMITS,
     RECORDS,
     grammar_source,
+    matcher_of,
     text_source,
 )
 from workers.engine.text.lark_text import UnsupportedGrammar
@@ -66,11 +63,6 @@ SPECIAL = ("<tool_call>", "</tool_call>")
 TEXTS = ("[[call]]", "[[/call]]")
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> LLTokenizer:
-    return from_tokenizer(AutoTokenizer.from_pretrained(str(CHECKPOINT)))
-
-
 def source_of(
     tokenizer: LLTokenizer, style: str, marks: tuple[str, str] = SPECIAL, body: Any = BODY
 ) -> str:
@@ -83,8 +75,7 @@ def accepts(
     tokenizer: LLTokenizer, style: str, marks: tuple[str, str], answer: str, body: Any = BODY
 ) -> bool:
     """Return whether an answer may have this text, with `(` and `)` for the marks."""
-    source = source_of(tokenizer, style, marks, body)
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+    matcher = matcher_of(source_of(tokenizer, style, marks, body), tokenizer)
     assert not matcher.is_error(), matcher.get_error()
     text = answer.replace("(", marks[0]).replace(")", marks[1])
     tokens = tokenizer.tokenize_str(text, parse_special=True)
@@ -238,7 +229,7 @@ def test_a_keyword_that_cannot_be_held_between_tags_is_named(tokenizer, body, ke
 def test_a_pattern_that_cannot_be_held_has_no_grammar(tokenizer: LLTokenizer, pattern: str) -> None:
     """llguidance refuses it as an expression, and so a client is told of the pattern."""
     source = source_of(tokenizer, FUNCTION_TAGS, body=strict_tool_of({"pattern": pattern}))
-    error = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS).get_error()
+    error = matcher_of(source, tokenizer).get_error()
     assert "regex" in error.partition("\n")[0]
 
 
@@ -246,7 +237,7 @@ def test_a_pattern_that_cannot_be_held_has_no_grammar(tokenizer: LLTokenizer, pa
 def test_the_grammar_of_each_tool_is_known_alone(tokenizer: LLTokenizer, style: str) -> None:
     constraint = strict_tools(TEXTS_OF_TOOLS, style)
     assert constraint is not None
-    matcher = LLMatcher(tokenizer, text_source(constraint, "code"), log_level=0, limits=LIMITS)
+    matcher = matcher_of(text_source(constraint, "code"), tokenizer)
     text = r"ab/\"x\"" if style == RECORDS else 'ab/"x"\n</parameter>\n'
     assert matcher.consume_tokens(tokenizer.tokenize_str(text))
     assert matcher.is_accepting()

@@ -95,6 +95,8 @@ def test_an_overflow_without_both_numbers_has_none(words: str) -> None:
     assert "This model's maximum context length is" in error.message
     assert "context_length_exceeded" in error.message
     assert not any(char.isdigit() for char in error.message)
+    shown = json.loads(error_body(error))["error"]["message"]
+    assert shown == "prompt is too long: it exceeds the context of the model"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ async def test_a_worker_that_runs_a_request_of_another_gateway_is_not_drained() 
     running = 1
 
     class AskedWorker:
-        async def probe_by_id(self, _worker_id: str) -> None:
+        async def probe(self, _worker: WorkerReport) -> None:
             clock.advance(0.01)
             fleet.probe_succeeded(report(running))
 

@@ -38,10 +38,9 @@ def class_codes(base: type[Exception]) -> set[str]:
 
 
 def literal_codes(folder: Path) -> set[str]:
-    """Return the codes that the files of a folder pass as an argument, or list last in a tuple."""
+    """Return the codes that the files of a folder pass as an argument."""
     text = "".join(file.read_text() for file in folder.rglob("*.py"))
-    arguments = re.findall(r'\bcode(?:: str(?: \| None)?)? ?= ?"(\w+)"', text)
-    return {*arguments, *re.findall(r', "([a-z]+(?:_[a-z]+)+)"\),\n', text)}
+    return set(re.findall(r'\bcode(?:: str(?: \| None)?)? ?= ?"(\w+)"', text))
 
 
 def test_the_page_on_errors_names_exactly_the_codes_of_the_error_trees() -> None:

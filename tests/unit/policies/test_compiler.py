@@ -1,20 +1,14 @@
-"""Conditions of routes: which requests, callers and times match.
+"""Conditions of routes: which requests, callers and times match."""
 
-A naive reading of every condition is the model for the compiled one.
-"""
-
-import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paceline.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
+from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import match_route
-from policies.routes import DAYS, MEDIA_KINDS
+from policies.routes import DAYS
 from tests.support.policies import DEFAULT_ROUTE, make_policy
 
 PLAIN = RequestProfile(endpoint=Endpoint.CHAT, model="demo", messages=1)
@@ -127,140 +121,3 @@ def test_the_first_matching_route_decides() -> None:
 def test_a_compiled_policy_lists_each_header_of_its_conditions_once() -> None:
     policy = policy_with_conditions({"header": {"x-b": "1"}}, {"header": {"x-a": "1", "x-b": "2"}})
     assert policy.compiled.headers == ("x-a", "x-b")
-
-
-NAMES = st.sampled_from(["a", "b", "demo"])
-SOME_NAMES = NAMES | st.lists(NAMES, min_size=1, max_size=3)
-FLAGS = st.booleans()
-NUMBERS = st.integers(0, 6)
-RANGES = st.tuples(NUMBERS, NUMBERS).flatmap(
-    lambda ends: st.sampled_from(
-        [
-            {"at_least": min(ends)},
-            {"at_most": max(ends)},
-            {"at_least": min(ends), "at_most": max(ends)},
-        ]
-    )
-)
-CLOCKS = st.builds("{:02}:{:02}".format, st.integers(0, 23), st.sampled_from([0, 1, 59]))
-HOURS = st.tuples(CLOCKS, CLOCKS | st.just("24:00")).filter(lambda ends: ends[0] != ends[1])
-FEATURES = ["tools", "structured_output", "logprobs", "multiple_choices", "logits_processors"]
-WHENS = st.fixed_dictionaries(
-    {},
-    optional={
-        "media": FLAGS | st.lists(st.sampled_from(MEDIA_KINDS), min_size=1, max_size=2),
-        **dict.fromkeys(("mtp_eligible", "greedy", "stream"), FLAGS),
-        "features": st.dictionaries(
-            st.sampled_from([*FEATURES, "thinking_budget"]), FLAGS, min_size=1
-        ),
-        **dict.fromkeys(("prompt_chars", "max_tokens", "messages"), RANGES),
-        **dict.fromkeys(("model", "key", "team"), SOME_NAMES),
-        "header": st.dictionaries(st.sampled_from(["x-a", "x-b"]), SOME_NAMES, min_size=1),
-        "hours": HOURS.map("-".join),
-        "days": st.lists(st.sampled_from(DAYS), min_size=1, max_size=4),
-    },
-).filter(bool)
-PROFILES = st.builds(
-    RequestProfile,
-    endpoint=st.just(Endpoint.CHAT),
-    model=NAMES,
-    stream=FLAGS,
-    media=st.dictionaries(st.sampled_from(MEDIA_KINDS), st.integers(1, 2)).map(
-        lambda counts: tuple(sorted(counts.items()))
-    ),
-    sampling=st.builds(
-        Sampling,
-        temperature=st.sampled_from([0.0, 1.0]),
-        top_k=st.integers(0, 1),
-        presence_penalty=st.sampled_from([0.0, 1.0]),
-    ),
-    max_tokens=st.none() | NUMBERS,
-    choices=st.integers(1, 2),
-    top_logprobs=st.none() | st.integers(0, 1),
-    tools=FLAGS,
-    structured_output=FLAGS,
-    thinking_budget=st.none() | st.integers(0, 1),
-    messages=NUMBERS,
-    text_chars=NUMBERS,
-)
-CALLERS = st.builds(
-    CallerAttributes,
-    key=NAMES | st.just(""),
-    team=NAMES | st.just(""),
-    headers=st.dictionaries(st.sampled_from(["x-a", "x-b"]), NAMES),
-    minute_of_week=st.integers(0, 7 * DAY - 1),
-)
-
-
-@given(st.lists(WHENS, max_size=8), PROFILES, CALLERS)
-def test_a_compiled_policy_matches_the_same_route_as_a_naive_reading(
-    whens: list[dict[str, Any]], profile: RequestProfile, attributes: CallerAttributes
-) -> None:
-    matching = (
-        f"route-{i}" for i, when in enumerate(whens) if matches_naively(when, profile, attributes)
-    )
-    assert match_route(policy_with_conditions(*whens), profile, attributes).route.name == next(
-        matching, "rest"
-    )
-
-
-def matches_naively(
-    when: dict[str, Any], profile: RequestProfile, attributes: CallerAttributes
-) -> bool:
-    """Evaluate one condition after the other, as the page for admins describes them."""
-    kinds = {kind for kind, _ in profile.media}
-    media = when.get("media", bool(kinds))
-    flags = {
-        "mtp_eligible": not bypass_reasons(profile),
-        "greedy": profile.sampling.greedy,
-        "stream": profile.stream,
-    }
-    features = {
-        "tools": profile.tools,
-        "structured_output": profile.structured_output,
-        "logprobs": profile.top_logprobs is not None,
-        "multiple_choices": profile.choices > 1,
-        "logits_processors": profile.sampling.reshapes_logits,
-        "thinking_budget": profile.thinking_budget is not None,
-    }
-    numbers = {
-        "prompt_chars": profile.text_chars,
-        "max_tokens": math.inf if profile.max_tokens is None else profile.max_tokens,
-        "messages": profile.messages,
-    }
-    names = {"model": profile.model, "key": attributes.key, "team": attributes.team}
-    hours, days = when.get("hours", "00:00-24:00"), when.get("days", DAYS)
-    return (
-        (
-            media is None
-            or (bool(kinds) == media if isinstance(media, bool) else bool(kinds & {*media}))
-        )
-        and all(when.get(name, value) == value for name, value in flags.items())
-        and all(features[name] == expected for name, expected in when.get("features", {}).items())
-        and all(
-            bounds.get("at_least", 0) <= numbers[name] <= bounds.get("at_most", math.inf)
-            for name, bounds in when.items()
-            if name in numbers
-        )
-        and all(value in as_list(when.get(name, value)) for name, value in names.items())
-        and all(
-            attributes.headers.get(name) in as_list(expected)
-            for name, expected in when.get("header", {}).items()
-        )
-        and is_open(hours, days, attributes.minute_of_week)
-    )
-
-
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def is_open(hours: str, days: Any, minute_of_week: int) -> bool:
-    """List the minutes from opening to closing on each day, and look for the current one."""
-    first, end = (int(clock[:2]) * 60 + int(clock[3:]) for clock in hours.split("-"))
-    open_minutes = range(first, end if first < end else end + DAY)
-    return any(
-        ([*DAYS].index(day) * DAY + minute) % (7 * DAY) == minute_of_week
-        for day in days
-        for minute in open_minutes
-    )

@@ -6,13 +6,14 @@ from random import Random
 import pytest
 
 from gateway.routing.select import RoutingRequest, decide
-from gateway.routing.view import FleetView, LaneView, WorkerView
+from gateway.routing.view import FleetView
 from paceline.request.fields import FieldError
 from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument, parse_policy
 from policies.evaluate import sampling_defaults
 from policies.sections import apply_limits
+from tests.support.fleet_views import view_of
 from tests.support.scripted_worker import lane_report
 
 EXAMPLES = Path(__file__).parents[3] / "policies" / "examples"
@@ -36,8 +37,8 @@ def policy_of(example: str) -> PolicyDocument:
 
 def fleet(*labels: str) -> FleetView:
     """Return a fleet with one worker per label, named after it, with both lanes."""
-    lanes = tuple(LaneView.of(lane_report(name), 0) for name in ("text-mtp", "vlm"))
-    workers = tuple(WorkerView.of(label, ("m",), lanes, (label,)) for label in labels)
+    lanes = lane_report("text-mtp"), lane_report("vlm")
+    workers = [view_of(label, *lanes, models=("m",), labels=(label,)) for label in labels]
     return FleetView.of(workers, frozenset({"m"}))
 
 
@@ -64,7 +65,7 @@ def test_an_example_routes_as_its_comments_describe(
     example, profile, attributes, labels, expected
 ) -> None:
     request = RoutingRequest(policy_of(example), profile, attributes)
-    decision = decide(request, fleet(*labels), Random(0))
+    decision = decide(request, fleet(*labels), 0.0, Random(0))
     candidates = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
     assert f"{decision.route}: {candidates or 'no worker'}".startswith(expected)
 

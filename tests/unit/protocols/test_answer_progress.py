@@ -8,6 +8,7 @@ import pytest
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner
 from gateway.protocols.openai import CHAT, OpenAIStreamEncoder
 from paceline.protocol import ANSWER_FIELD, DraftSource
+from tests.support.request_profiles import GREEDY
 from tests.support.scripted_worker import DONE, chunk, usage_chunk
 from workers.engine.types import TokenStep
 from workers.server.answer_progress import AnswerProgress as WorkerProgress
@@ -69,8 +70,9 @@ def events_of(received: bytes) -> list[bytes]:
     return [one for one in received.split(b"\n\n") if one and not one.startswith(b":")]
 
 
-def encoder() -> OpenAIStreamEncoder:
-    return OpenAIStreamEncoder(include_usage=True, include_metrics=True)
+def encoder(*, include_metrics: bool = True) -> OpenAIStreamEncoder:
+    profile = GREEDY._replace(include_usage=True)
+    return OpenAIStreamEncoder(profile, include_metrics=include_metrics)
 
 
 WHOLE = b"".join(pieces())
@@ -172,7 +174,7 @@ def test_a_field_that_no_worker_has_told_is_refused(field: object) -> None:
 
 @pytest.mark.parametrize("include_metrics", [True, False])
 def test_metrics_tell_the_failovers(include_metrics: bool) -> None:
-    one = OpenAIStreamEncoder(include_usage=True, include_metrics=include_metrics)
+    one = encoder(include_metrics=include_metrics)
     one.failovers = 2
     encoded = one.event(usage_chunk(), json.loads(usage_chunk().removeprefix(b"data: ")))
     metrics = json.loads(encoded.removeprefix(b"data: ")).get("metrics", {})

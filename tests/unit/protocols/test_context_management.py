@@ -63,7 +63,7 @@ def test_an_edit_waits_for_its_trigger() -> None:
         waiting = {"trigger": trigger} if trigger else {}
         assert edit({"type": TOOL_USES, **waiting}) == (CONVERSATION, [])
     edited = edit({"type": TOOL_USES, "trigger": uses("input_tokens", 500)})
-    assert results(edited.messages)[0] == CLEARED
+    assert results(edited[0])[0] == CLEARED
 
 
 @pytest.mark.parametrize(("least", "clears"), [(5000, False), (100, True)])
@@ -79,7 +79,7 @@ def test_excluded_tools_keep_their_results_and_inputs_go_if_asked() -> None:
 
     def edited(**fields: Any) -> Any:
         clear = {"type": TOOL_USES, "trigger": none, "keep": none, **fields}
-        return edit(clear, messages=messages).messages
+        return edit(clear, messages=messages)[0]
 
     assert results(edited(exclude_tools=["search"])) == [CLEARED, "line " * 100, CLEARED]
     kept = [bool(one) for one in inputs(edited(clear_tool_inputs=["search"]))]

@@ -11,6 +11,7 @@ from gateway.protocols.event_stream import StreamScanner, StreamState
 from gateway.protocols.openai import CHAT, OpenAIStreamEncoder
 from gateway.types import Drafts, Usage
 from paceline.protocol import MAX_DRAFT_TOKENS
+from tests.support.request_profiles import GREEDY
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
 
 
@@ -22,9 +23,8 @@ def scanner_of(
     limit_bytes: int = 4096,
 ) -> StreamScanner:
     """Return a scanner whose events a chat client receives."""
-    encoder = OpenAIStreamEncoder(
-        include_usage=not hide_usage, include_metrics=not hide_metrics, running_usage=running_usage
-    )
+    profile = GREEDY._replace(include_usage=not hide_usage, running_usage=running_usage)
+    encoder = OpenAIStreamEncoder(profile, include_metrics=not hide_metrics)
     return StreamScanner(encoder, CHAT.keep_alive, limit_bytes=limit_bytes)
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gateway.protocols.documents import Document, Readable, words_for_pdf
-from gateway.protocols.history import readable, words_for
+from gateway.protocols.documents import Document, Readable
+from gateway.protocols.history import readable, words_for, words_for_pdf
 from paceline.request.fields import FieldError
 from tests.support.images import data_url, png_header
 

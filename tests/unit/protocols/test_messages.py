@@ -9,8 +9,7 @@ from anthropic.types.beta import BetaContentBlock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.engines.refusals import read_refusal
-from gateway.errors import GatewayError, RefusedByWorker
+from gateway.errors import GatewayError
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document, Readable
 from gateway.protocols.history import words_for
@@ -533,18 +532,5 @@ def test_the_events_of_a_stream_come_in_anthropics_order() -> None:
     assert found[-2]["usage"] == COUNTS
 
 
-def test_an_overflow_has_the_words_by_which_clients_shorten_a_conversation() -> None:
-    overflow = RefusedByWorker(
-        400,
-        "This model's maximum context length is 100 tokens. However, your messages resulted in "
-        "120 tokens. Please reduce the length of the messages.",
-        param="messages",
-        code="context_length_exceeded",
-    )
-    message = "prompt is too long: 120 tokens > 100 maximum"
-    error = {"type": "invalid_request_error", "message": message}
-    assert json.loads(error_body(overflow)) == {"type": "error", "error": error}
-    words = json.dumps({"error": "the prompt exceeds the available context size"})
-    of_an_engine = error_body(read_refusal(400, words.encode(), {"messages": [{}]}))
-    assert json.loads(of_an_engine)["error"]["message"].startswith("prompt is too long")
+def test_an_error_without_a_fault_of_the_client_is_one_of_the_api() -> None:
     assert b'"api_error"' in error_body(GatewayError())

@@ -28,10 +28,9 @@ from gateway.errors import (
 from gateway.http.downstream import ClientDisconnected
 from gateway.proxy.billing import (
     ANSWER_TOKENS,
+    TokenReservation,
     cost_of,
     estimate,
-    reserved_request,
-    reserved_tokens,
 )
 from gateway.types import UNUSED, Spent, Usage
 from paceline.request.profile import Endpoint, RequestProfile
@@ -53,12 +52,12 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
     [
         # Complete or cancelled: the key owes what the worker did, reported or not.
         (None, Spent(1, 10, 10), Spent(1, 7)),
-        (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (ResponseTooLarge(1), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (KeyEnded(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
-        (ShuttingDown(), Spent(1, 10, 10), Spent(1, 7 + 32, 32)),
+        (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (RequestTooLong(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (ResponseTooLarge(1), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (KeyEnded(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (ShuttingDown(), Spent(1, 10, 10), Spent(1, 10, 3)),
         # The worker failed: no key pays for an estimate.
         (WorkerLost(), Spent(1, 0), Spent(1, 7)),
         (RuntimeError(), Spent(1, 0), Spent(1, 7)),
@@ -78,7 +77,10 @@ def test_the_outcome_decides_the_cost(failure, unreported, reported) -> None:
 
 def test_c6_what_a_slow_client_leaves_unread_costs_the_reservation() -> None:
     left, usage = ClientDisconnected(), Usage(5, 2, 1)
-    assert cost_of(PROFILE, usage, left, 100) == Spent(1, 7 + 32, 32)
+    assert cost_of(PROFILE, usage, left, 100) == Spent(1, 7 + 64, 64)
+    two = PROFILE._replace(choices=2)
+    assert cost_of(two, usage, left, 110) == Spent(1, 7 + 96, 96)
+    assert cost_of(two, usage, left, 80) == Spent(1, 80, 73), "at most the reservation"
     assert cost_of(PROFILE, usage, left, 100, read_slowly=True) == Spent(1, 100, 93)
     assert cost_of(PROFILE, usage, None, 100, read_slowly=True) == Spent(1, 7)
     assert cost_of(PROFILE, UNUSED, left, 100) == Spent(1, 100, 100)
@@ -94,7 +96,8 @@ def test_a_reservation_settles_once_however_it_ends(failure: BaseException | Non
         return cost_of(PROFILE, Usage(5, 2, 1), ended)
 
     expected = contextlib.nullcontext() if failure is None else pytest.raises(type(failure))
-    with expected, reserved_tokens(limiter, PROFILE, cost, lambda: 0.0, lambda: NOON):
+    reserved = TokenReservation(limiter, 10, lambda: 0.0, lambda: NOON, cost)
+    with expected, reserved:
         assert limiter.running == 1
         if failure is not None:
             raise failure
@@ -113,7 +116,7 @@ def test_c16_a_request_whose_inspection_fails_costs_itself_unless_the_gateway_is
     failure: Exception | None, requests: int
 ) -> None:
     limiter = RateLimiter(ALL_LIMITS, 0.0, NOON)
-    reserved = reserved_request(limiter, lambda: 0.0, lambda: NOON)
+    reserved = TokenReservation(limiter, 0, lambda: 0.0, lambda: NOON)
     with contextlib.suppress(GatewayError), reserved:
         if failure is not None:
             raise failure

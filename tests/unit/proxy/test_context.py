@@ -1,4 +1,4 @@
-"""The request context and its record, by how the request ended."""
+"""The record of a request, by how the request ended."""
 
 from typing import Any
 
@@ -55,8 +55,7 @@ def routed_context(prefix: PrefixKeys = NO_KEYS, **fields: Any) -> RequestContex
 
 def finished(context: RequestContext, seconds: float = 7.0) -> RequestRecord:
     """The record of a request that ends after some seconds."""
-    context.finish(NOW_S + seconds)
-    return context
+    return context.record(NOW_S + seconds)
 
 
 def test_the_record_of_a_complete_stream() -> None:
@@ -68,7 +67,7 @@ def test_the_record_of_a_complete_stream() -> None:
     record = finished(context)
     assert (record.request_id, record.outcome, record.status) == ("r", Outcome.COMPLETED, 200)
     assert (record.code, record.seconds, record.attempts) == ("", 7.0, 1)
-    assert record.inspected is context.inspected
+    assert record.profile is PROFILE
     assert record.decision is not None
     assert record.decision.route == "greedy"
     assert (record.candidate, record.caller) == (CANDIDATE, CALLER)
@@ -83,7 +82,7 @@ def test_the_record_of_a_request_rejected_before_its_body() -> None:
     context.fail(PageRefused())
     record = finished(context, 0.25)
     assert (record.outcome, record.status) == (Outcome.REFUSED, 403)
-    assert (record.inspected, record.decision, record.candidate) == (None, None, None)
+    assert (record.profile, record.decision, record.candidate) == (None, None, None)
     assert (record.added_s, record.first_token_s, record.token_s) == (None, None, None)
     assert (record.prefix, record.spent, record.seconds) == ("none", Spent(), 0.25)
 

@@ -9,7 +9,7 @@ from policies.sections import Retries
 
 async def test_a_fifth_of_the_active_requests_or_three_retry_at_once_and_the_others_wait() -> None:
     for active, at_once in ((0, 3), (10, 3), (15, 3), (20, 4), (100, 20)):
-        budget = RetryBudget(asyncio.Event)
+        budget = RetryBudget()
         budget.active = active
         turns = [await budget.begin(Retries()) for _ in range(at_once)]
         assert (budget.retrying, budget.delayed) == (at_once, 0)
@@ -26,7 +26,7 @@ async def test_a_fifth_of_the_active_requests_or_three_retry_at_once_and_the_oth
 
 
 async def test_a_waiting_retry_that_is_cancelled_takes_no_turn() -> None:
-    budget = RetryBudget(asyncio.Event)
+    budget = RetryBudget()
     one = Retries(share=0, at_least=1)
     turn = await budget.begin(one)
     waiting = [asyncio.create_task(budget.begin(one)) for _ in range(2)]
@@ -39,7 +39,7 @@ async def test_a_waiting_retry_that_is_cancelled_takes_no_turn() -> None:
 
 
 async def test_a_turn_ends_once_and_a_policy_may_allow_none() -> None:
-    budget = RetryBudget(asyncio.Event)
+    budget = RetryBudget()
     one, other = await budget.begin(Retries()), await budget.begin(Retries())
     for _ in range(2):
         one.end()

@@ -1,16 +1,15 @@
 """Features that not every engine takes, and models that an engine would have to load."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 
-from gateway.routing.features import FIELDS, Feature, features_of
+from gateway.routing.features import Feature, features_of
 from gateway.routing.select import Decision, RoutingRequest, decide
-from gateway.routing.view import LaneView, ModelView, WorkerView
+from gateway.routing.view import ModelView, WorkerView
 from paceline.request.profile import Endpoint, RequestProfile, Sampling
 from policies.document import default_policy
-from tests.support.fleet_views import fleet_view, worker_view
+from tests.support.fleet_views import fleet_view, view_of
 from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scripted_worker import lane_report
@@ -19,13 +18,16 @@ BLIND = ModelView(frozenset((Feature.IMAGE, Feature.CHOICES)))
 PICTURE = SAMPLED._replace(media=(("image", 2),))
 
 
-def engine(name: str, view: ModelView | None = None) -> WorkerView:
+def engine(
+    name: str, view: ModelView | None = None, models: tuple[str, ...] = ("demo",)
+) -> WorkerView:
     """Return a worker whose model differs as the view says."""
-    return replace(worker_view(name), by_model={"demo": view} if view else {})
+    lanes = lane_report("text-mtp"), lane_report("vlm")
+    return view_of(name, *lanes, models=models, by_model={"demo": view} if view else {})
 
 
 def decision(profile: RequestProfile, *workers: WorkerView) -> Decision:
-    return decide(RoutingRequest(default_policy(), profile), fleet_view(*workers), Random(1))
+    return decide(RoutingRequest(default_policy(), profile), fleet_view(*workers), 0.0, Random(1))
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView) -> set[str]:
@@ -56,19 +58,21 @@ def test_prescribed_calls_go_first_to_a_worker_that_makes_them() -> None:
 
 def test_prescribed_calls_prefer_a_worker_of_a_later_pool() -> None:
     loose, strict = (
-        WorkerView.of(name, ("demo",), (LaneView.of(lane_report(lane), 0),))
-        for name, lane in (("loose", "vlm"), ("strict", "text-mtp"))
+        view_of(name, lane_report(lane), by_model=by_model)
+        for name, lane, by_model in (
+            ("loose", "vlm", {"demo": ModelView(frozenset((Feature.CALLS,)))}),
+            ("strict", "text-mtp", {}),
+        )
     )
-    loose = replace(loose, by_model={"demo": ModelView(frozenset((Feature.CALLS,)))})
     profile = GREEDY._replace(tools=True, call_fields=("tool_choice",))
     pools = {name: {"lanes": [name]} for name in ("vlm", "text-mtp")}
     policy = make_policy([{"name": "all", "to": ["vlm", "text-mtp"]}], pools)
-    found = decide(RoutingRequest(policy, profile), fleet_view(loose, strict), Random(1))
+    found = decide(RoutingRequest(policy, profile), fleet_view(loose, strict), 0.0, Random(1))
     assert [one.worker_id for one in found.candidates] == ["strict", "loose"]
 
 
 def test_a_model_that_must_be_loaded_first_costs_that_time() -> None:
-    cold = replace(engine("cold", ModelView(load_s=7.0)), models=("demo", "other"))
+    cold = engine("cold", ModelView(load_s=7.0), ("demo", "other"))
     first, second = decision(SAMPLED, cold, engine("warm")).candidates
     assert (first.worker_id, second.worker_id) == ("warm", "cold")
     assert second.score_s - first.score_s == pytest.approx(7.0)
@@ -99,4 +103,3 @@ def test_each_feature_is_seen_in_a_request(profile: RequestProfile, feature: Fea
 
 def test_a_sampler_field_that_changes_no_greedy_answer_is_no_feature() -> None:
     assert not features_of(GREEDY._replace(sampling=Sampling(temperature=0, top_k=5, min_p=0.5)))
-    assert set(FIELDS) == set(Feature), "each feature names its field"

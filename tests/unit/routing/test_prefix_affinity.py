@@ -3,7 +3,6 @@ routing.
 """
 
 import json
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -22,13 +21,13 @@ from gateway.routing.prefix_affinity import (
 )
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.select import RoutingRequest, decide
-from gateway.routing.view import LaneView, WorkerView
+from gateway.routing.view import WorkerView
 from gateway.types import Usage, WorkerBoot
 from paceline.protocol import WorkerReport
 from policies.document import default_policy
 from policies.sections import PrefixPolicy
 from tests.support.fake_clock import START_S, FakeClock
-from tests.support.fleet_views import fleet_view
+from tests.support.fleet_views import fleet_view, view_of
 from tests.support.prefix_claims import (
     LAPTOP,
     RULES,
@@ -307,14 +306,13 @@ def test_after_thousands_of_boots_the_claims_are_forgotten_once(index, monkeypat
 
 
 def worker_of(worker_boot: WorkerBoot, in_flight: int = 0) -> WorkerView:
-    lane = LaneView.of(lane_report("vlm"), in_flight)
-    return WorkerView.of(worker_boot[0], ("demo",), (lane,), boot_id=worker_boot[1])
+    return view_of(worker_boot[0], lane_report("vlm"), busy=in_flight, boot_id=worker_boot[1])
 
 
 def test_a_restarted_worker_holds_no_prefix() -> None:
     fleet = fleet_view(worker_of(("studio", "2")), worker_of(LAPTOP))
-    fleet = replace(fleet, cached=cached_at(STUDIO, tokens=2000))
-    decisions = [decide(REQUEST, fleet, Random(seed)) for seed in range(50)]
+    cached = cached_at(STUDIO, tokens=2000)
+    decisions = [decide(REQUEST, fleet, 0.0, Random(seed), cached) for seed in range(50)]
     assert {one.candidates[0].worker_id for one in decisions} == {"studio", "laptop"}
 
 
@@ -327,9 +325,11 @@ REQUEST = RoutingRequest(default_policy(), SAMPLED)
     seed=st.integers(0, 99),
 )
 def test_holders_change_the_order_of_candidates_and_never_the_set(busy, holders, seed) -> None:
-    plain = fleet_view(*(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy)))
-    marked = replace(plain, cached=cached_at(*((f"mac-{n}", "1") for n in holders)))
-    without, found = (decide(REQUEST, fleet, Random(seed)).candidates for fleet in (plain, marked))
+    fleet = fleet_view(*(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy)))
+    claims = cached_at(*((f"mac-{n}", "1") for n in holders))
+    without, found = (
+        decide(REQUEST, fleet, 0.0, Random(seed), known).candidates for known in ({}, claims)
+    )
     assert {one.worker_id for one in without} == {one.worker_id for one in found}
     cached = {one.worker_id for one in found if one.prefix_cached}
     assert cached <= {f"mac-{n}" for n in holders}

@@ -24,7 +24,7 @@ async def count_moves(
     recent: RecentRequests, old: PolicyDocument, new: PolicyDocument, fleet: FleetView
 ) -> PoolMoves:
     pause = functools.partial(asyncio.sleep, 0)
-    return await recent.count_moves(old, new, fleet, rng=Random(0), pause=pause)
+    return await recent.count_moves(old, new, fleet, now_s=0.0, rng=Random(0), pause=pause)
 
 
 async def test_the_last_ten_thousand_are_replayed() -> None:

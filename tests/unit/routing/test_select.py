@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.routing.select import Decision, RoutingRequest, decide
-from gateway.routing.view import LaneView, WorkerView
+from gateway.routing.view import WorkerView
 from paceline.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument, default_policy
-from tests.support.fleet_views import fleet_view, worker_view
+from tests.support.fleet_views import fleet_view, view_of, worker_view
 from tests.support.policies import DEFAULT_ROUTE, make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scripted_worker import lane_report
@@ -32,7 +32,7 @@ def decided(
 ) -> Decision:
     """Return the decision for a request on a fleet of these workers."""
     request = RoutingRequest(policy, profile)
-    return decide(request, fleet_view(*workers), rng or Random(0), first_only=first_only)
+    return decide(request, fleet_view(*workers), 0.0, rng or Random(0), first_only=first_only)
 
 
 def first_choice(
@@ -59,8 +59,8 @@ def test_each_kind_of_request_is_routed_to_its_lane_with_a_reason() -> None:
 
 
 def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
-    small = WorkerView.of("small", ("demo",), (LaneView.of(lane_report("vlm", slots=2), 1),))
-    large = WorkerView.of("large", ("demo",), (LaneView.of(lane_report("vlm", slots=16), 4),))
+    small = view_of("small", lane_report("vlm", slots=2), busy=1)
+    large = view_of("large", lane_report("vlm", slots=16), busy=4)
     assert first_choice(SAMPLED, small, large)[1] == "large"
     busy_elsewhere = first_choice(GREEDY, worker_view("a", vlm=3), worker_view("b"))
     assert busy_elsewhere[1] == "b", "between equal lanes the less busy worker"
@@ -90,12 +90,11 @@ def test_every_candidate_of_the_first_pool_ranks_before_the_second() -> None:
     [({"mtp_enabled": False}, "no_mtp_worker"), ({"head_healthy": False}, "head_unhealthy")],
 )
 def test_the_reason_names_why_no_lane_speculates(changes: dict[str, Any], reason: str) -> None:
-    text_lane = LaneView.of(lane_report("text-mtp", **changes), 0)
-    vision_lane = LaneView.of(lane_report("vlm"), 0)
-    both = WorkerView.of("mac", ("demo",), (text_lane, vision_lane))
+    text_lane = lane_report("text-mtp", **changes)
+    both = view_of("mac", text_lane, lane_report("vlm"))
     assert first_choice(GREEDY, both) == ("vlm", "mac", reason)
     assert first_choice(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
-    text_only = WorkerView.of("mac", ("demo",), (text_lane,))
+    text_only = view_of("mac", text_lane)
     assert first_choice(GREEDY, text_only) == ("text-mtp", "mac", reason), "it serves all the same"
     assert first_choice(GREEDY, text_only, worker_view("b")) == ("text-mtp", "b", "eligible")
 
@@ -105,8 +104,7 @@ def test_the_reason_is_mtp_not_paying_where_drafts_do_not_pay_at_the_batch_size(
     report = lane_report("text-mtp", draft_tokens_by_rows=(2, 1, 0, 0))
 
     def reason(in_flight: int) -> str:
-        lane = LaneView.of(report, in_flight)
-        return first_choice(GREEDY, WorkerView.of("mac", ("demo",), (lane,)))[2]
+        return first_choice(GREEDY, view_of("mac", report, busy=in_flight))[2]
 
     assert [reason(rows) for rows in (0, 1, 2, 3, 9)] == ["eligible"] * 2 + ["mtp_not_paying"] * 3
 
@@ -128,7 +126,7 @@ def policy_of(pool: dict[str, Any]) -> PolicyDocument:
 
 
 def labelled_worker(name: str, *labels: str, busy: int = 0, model: str = "demo") -> WorkerView:
-    return WorkerView.of(name, (model,), (LaneView.of(lane_report("vlm"), busy),), labels)
+    return view_of(name, lane_report("vlm"), busy=busy, models=(model,), labels=labels)
 
 
 @pytest.mark.parametrize(("after_wait_ms", "pools"), [(0, ["p", "vlm"]), (1, ["p"])])
@@ -185,7 +183,7 @@ def test_a_route_may_depend_on_the_caller_and_the_time() -> None:
     fleet = fleet_view(labelled_worker("a", "old", busy=1), labelled_worker("b"))
     for minute, expected in ((1, ("night", "a")), (720, ("rest", "b"))):
         caller = CallerAttributes(team="a", minute_of_week=minute)
-        decision = decide(RoutingRequest(policy, SAMPLED, caller), fleet, Random(0))
+        decision = decide(RoutingRequest(policy, SAMPLED, caller), fleet, 0.0, Random(0))
         assert (decision.route, decision.candidates[0].worker_id) == expected
 
 

@@ -8,16 +8,15 @@ from gateway.state.recent_errors import RecentErrors
 from gateway.telemetry import accounting
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.request_record import RequestRecord
-from gateway.types import Inspected, Usage
+from gateway.types import Usage
 from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.memory_records import MemoryRecords
 
 
 def record(worker_id: str, model: str) -> RequestRecord:
-    profile = RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=1)
     return RequestRecord(
         "r",
-        inspected=Inspected(model, profile, {}),
+        profile=RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=1),
         candidate=Candidate("vlm", "vlm", worker_id, "policy", 0.0),
         usage=Usage(2, 3, 0),
     )

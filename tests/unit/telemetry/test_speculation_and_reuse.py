@@ -12,7 +12,7 @@ from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.speculation_and_reuse import Alarm, alarm_of
 from gateway.telemetry.stats import SnapshotHistory
-from gateway.types import Drafts, Inspected, Outcome, Usage
+from gateway.types import Drafts, Outcome, Usage
 from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.fake_clock import FakeClock
 from tests.support.memory_records import MemoryRecords
@@ -25,7 +25,7 @@ NO_DRAFTS, READ_AGAIN = Drafts(0, 0, 0, ()), Usage(1000, 40, 0)
 def record(**changes: Any) -> RequestRecord:
     """Return a request that could draft and reuse, and did both."""
     profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
-    values = {"inspected": Inspected("demo", profile, {}), "candidate": CANDIDATE}
+    values = {"profile": profile, "candidate": CANDIDATE}
     return RequestRecord("r", **{**values, "usage": REUSED, "drafts": DRAFTED, **changes})
 
 
@@ -109,7 +109,7 @@ async def test_the_alarm_ends_after_ten_minutes(fleet: Fleet) -> None:
         {"usage": READ_AGAIN._replace(completion_tokens=1)},
         {"usage": READ_AGAIN._replace(cached_known=False)},
         {"drafts": None},
-        {"inspected": Inspected("demo", RequestProfile(Endpoint.CHAT, "demo", draft_tokens=0), {})},
+        {"profile": RequestProfile(Endpoint.CHAT, "demo", draft_tokens=0)},
     ],
 )
 def test_one_that_could_not_do_both_raises_no_alarm(fleet: Fleet, changes: dict[str, Any]) -> None:

@@ -6,37 +6,31 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutants.config import load_accepted, load_config
-from tools.mutants.measure import Measured
-from tools.mutants.mutants import Mutant, Spared, all_mutations, draw, find_targets
-from tools.mutants.reach import Reach
-from tools.mutants.trial import Outcome, Result, Results, proof
+from tools.mutants.__main__ import Result, Results, proof
+from tools.mutants.mutants import (
+    Mutant,
+    all_mutations,
+    draw,
+    find_targets,
+    load_accepted,
+    load_config,
+)
+from tools.mutants.runs import Lines
 
 MODULE = """
-from typing import TYPE_CHECKING, Annotated, overload
-
-if TYPE_CHECKING:
-    SPARED_A = 1
+from typing import TYPE_CHECKING
 
 LIMIT = 2
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Part:
-    size: Annotated[int | None, Field(gt=3)] = 4
+    size: int | None = 4
 
 
 def grow(x: int | None, *, by: int = 5) -> int | None:
     log.info("é %d", x + 6)
     return x + by if x > LIMIT else None
-"""
-OTHER = """
-from gateway.part import LIMIT
-
-TWICE = LIMIT * 2
-
-def twice():
-    return TWICE
 """
 
 
@@ -44,46 +38,28 @@ def twice():
 def root(tmp_path: Path) -> Path:
     (tmp_path / "gateway").mkdir()
     (tmp_path / "gateway" / "part.py").write_text(MODULE)
-    (tmp_path / "gateway" / "other.py").write_text(OTHER)
+    (tmp_path / "gateway" / "other.py").write_text("")
     return tmp_path
 
 
-@pytest.fixture
-def mutants(root: Path) -> list[Mutant]:
+def drawn(root: Path, *, count: int = 1000, seed: int = 1) -> list[Mutant]:
     mutations = all_mutations(root, ["gateway/part.py"], root)
-    return draw(root, mutations, load_config().skip, count=1000, seed=1)
+    return draw(root, mutations, load_config()["lines"], count=count, seed=seed)
 
 
-def position(text: str) -> tuple[int, int]:
-    at = MODULE.index(text)
-    return MODULE.count("\n", 0, at) + 1, at - MODULE.rfind("\n", 0, at) - 1
+def test_a_sample_has_the_changes_that_matter_and_no_others(root: Path) -> None:
+    changes = {(mutant.line, mutant.entry[-1]) for mutant in drawn(root)}
+    lines = {line for line, _ in changes}
+    assert ("LIMIT = 2", "LIMIT = 3") in changes
+    assert "size: int | None = 4" in lines
+    assert not any("dataclass" in line or "log." in line for line in lines)
+    assert all("|" in becomes or "|" not in line for line, becomes in changes)
 
 
-@pytest.mark.parametrize(
-    ("text", "spared"),
-    [
-        *(
-            (text, True)
-            for text in (
-                *("1\n\nLIMIT", "True, order", "| None, Field", "| None, *", "*, by"),
-                *("| None:\n", "+ 6"),
-            )
-        ),
-        *((text, False) for text in ("2\n", "True)", "3)]", "4\n", "5)", "+ by", "> LIMIT")),
-    ],
-)
-def test_mutants_without_effect_are_excluded(text: str, spared: bool) -> None:
-    assert Spared(MODULE, load_config().skip).covers(position(text)) is spared
-
-
-def test_a_seed_determines_the_order_of_the_sample(root: Path, mutants: list[Mutant]) -> None:
-    mutations = all_mutations(root, ["gateway/part.py"], root)
-    few, other = (draw(root, mutations, load_config().skip, count=5, seed=seed) for seed in (1, 2))
-    assert few == mutants[:5]
-    assert other != few
-    assert len({mutant.key for mutant in mutants}) == len(mutants)
-    assert ("LIMIT = 2", "LIMIT = 3") in {(mutant.line, mutant.becomes) for mutant in mutants}
-    assert all(mutant.line != mutant.becomes for mutant in mutants)
+def test_a_seed_determines_the_order_of_the_sample(root: Path) -> None:
+    every = drawn(root)
+    assert drawn(root, count=5) == every[:5] != drawn(root, count=5, seed=2)
+    assert len({mutant.key for mutant in every}) == len(every)
 
 
 def test_a_target_that_matches_no_file_is_rejected(root: Path) -> None:
@@ -92,37 +68,36 @@ def test_a_target_that_matches_no_file_is_rejected(root: Path) -> None:
         find_targets(root, ["missing/*.py"])
 
 
-def test_the_tests_of_a_line_run_it_or_use_a_name_that_it_binds(root: Path) -> None:
-    body = position("return x")[0]
-    tests_of = {("gateway/part.py", body): ["grow"], ("gateway/other.py", 7): ["twice"]}
-    reach = Reach(root, tests_of, ["gateway/part.py", "gateway/other.py"])
-    for text, tests in (("> LIMIT", {"grow"}), ("5)", {"grow"}), ("2\n", {"grow", "twice"})):
-        assert reach.tests("gateway/part.py", position(text)) == tests
-    assert reach.tests("gateway/part.py", position("4\n")) == set()
+def test_the_fastest_files_that_run_a_line_are_its_tests(root: Path) -> None:
+    lines = Lines(root, root / "lines.json")
+    for name, seconds, ran in (("slow", 9.0, [3]), ("fast", 1.0, [3]), ("other", 0.1, [4])):
+        lines.measured[name] = {"seconds": seconds, "lines": {"gateway/part.py": ran}}
+    assert lines.tests("gateway/part.py", 3, 100) == ["fast", "slow"]
+    assert lines.tests("gateway/part.py", 3, 5) == ["fast"]
+    assert lines.tests("gateway/part.py", 9, 100) == []
 
 
-def test_a_result_is_valid_until_its_tests_change(tmp_path: Path, mutants: list[Mutant]) -> None:
-    killed, survived = mutants[0], mutants[1]
-    tests = ["a.py::one", "b.py::two"]
-    before = Measured(seconds=dict.fromkeys(tests, 0.1), digests={"a.py": "1", "b.py": "1"})
-    results = Results(tmp_path / "results.jsonl")
-    by_one, by_none = proof(tests[:1], before), proof(tests, before)
-    results.add(Result(key=killed.key, outcome=Outcome.KILLED, killer=tests[0], proof=by_one))
-    results.add(Result(key=survived.key, outcome=Outcome.SURVIVED, proof=by_none))
-    stored = Results(tmp_path / "results.jsonl")
-    after = Measured(seconds=before.seconds, digests={"a.py": "1", "b.py": "2"})
+def test_a_result_is_valid_until_its_tests_change(root: Path) -> None:
+    killed, survived = drawn(root, count=2)
+    lines = Lines(root, root / "lines.json", {"a.py": {"digest": "1"}, "b.py": {"digest": "1"}})
+    tests, path = ["a.py", "b.py"], root / "results.jsonl"
+    results = Results(path)
+    results.add(killed, Result("killed", proof(tests[:1], lines), tests[:1]))
+    results.add(survived, Result("survived", proof(tests, lines), tests))
+    stored = Results(path)
 
-    assert stored.valid(killed, tests, before) is not None
-    assert stored.valid(survived, tests, before) is not None
-    assert stored.valid(killed, tests, after) is not None
-    assert stored.valid(survived, tests, after) is None
+    assert stored.valid(killed, tests, lines) is not None
+    assert stored.valid(survived, tests, lines) is not None
+    lines.measured["b.py"] = {"digest": "2"}
+    assert stored.valid(killed, tests, lines) is not None
+    assert stored.valid(survived, tests, lines) is None
 
 
 def test_an_accepted_survivor_needs_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "equivalent.toml"
     entry = '[[survivor]]\nmodule = "m"\noperator = "o"\nline = "l"\nbecomes = "b"\nreason = "{}"\n'
     path.write_text(entry.format("It is never read."))
-    assert load_accepted(path)[0].reason == "It is never read."
+    assert load_accepted(path) == {("m", "o", "l", "b"): "It is never read."}
     path.write_text(entry.format(" "))
     with pytest.raises(ValueError, match="no reason"):
         load_accepted(path)

@@ -48,7 +48,7 @@ class Unread(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenStep:
-    """A step whose tokens are not chosen yet; its arrays may still be computed."""
+    """A step that has begun; its arrays may still be computed."""
 
     k: int
     """Draft length that the lane has chosen for the head."""
@@ -63,11 +63,19 @@ class OpenStep:
     sources: Sequence[tuple[DraftSource, ...]]
     """Where each draft token comes from."""
     scores: mx.array
-    """[rows, L, vocabulary]."""
+    """[rows, L, vocabulary], also for log-probabilities."""
     hidden: mx.array | None
-    """[rows, L, width]."""
+    """[rows, L, width]: the hidden states of the tokens that the step reads."""
     recurrent: Layers
     """States of the recurrent layers after the step, or their histories where L > 1."""
+
+    @classmethod
+    def plain(cls, scores: mx.array, rows: int) -> OpenStep:
+        """Return a step that drafts nothing, of which only the scores are known."""
+        return cls(
+            k=0, representative=True, head_length=0, scores=scores, hidden=None, recurrent=[],
+            drafts=mx.zeros((rows, 0), mx.int32), limits=[0] * rows, sources=[()] * rows,
+        )  # fmt: skip
 
     @property
     def tokens(self) -> int:
@@ -84,24 +92,13 @@ class OpenStep:
             sources=[self.sources[index] for index in indices],
             scores=self.scores[rows],
             hidden=None if self.hidden is None else self.hidden[rows],
-            recurrent=_rows_of(self.recurrent, rows),
+            recurrent=[
+                [tuple(part[rows] for part in slot) for slot in layer]
+                if isinstance(layer, list)
+                else tuple(slot[rows] for slot in layer)
+                for layer in self.recurrent
+            ],
         )
-
-    def compute(self, batch: Batch) -> None:
-        """Start computing everything that finishing the step takes, without waiting."""
-        mx.async_eval(
-            self.scores, self.hidden, self.recurrent, self.drafts,
-            states_of(batch.caches), states_of(batch.head_caches),
-        )  # fmt: skip
-
-
-def _rows_of(layers: Layers, rows: mx.array) -> Layers:
-    return [
-        [tuple(part[rows] for part in slot) for slot in layer]
-        if isinstance(layer, list)
-        else tuple(slot[rows] for slot in layer)
-        for layer in layers
-    ]
 
 
 class Batch:
@@ -191,7 +188,12 @@ class Batch:
 
         None where it drafts over the whole vocabulary, because a row has too many other tokens.
         """
-        if shortlist is None or not all(_covers(shortlist, row) for row in self.rows):
+        for row in self.rows:
+            if shortlist is not None and not row.further_tokens:
+                row.further_tokens = shortlist.further(row.prompt.tokens)
+        if shortlist is None or not all(
+            shortlist.covers(row.prompt.tokens, row.answer, row.further_tokens) for row in self.rows
+        ):
             return mx.zeros((len(self.rows), 0), dtype=mx.int32)
         if self._further is None:
             self._further = mx.array([row.further_tokens for row in self.rows], dtype=mx.int32)
@@ -290,14 +292,14 @@ def _kept_tokens(backlog: Sequence[Unread]) -> tuple[mx.array, list[int]]:
     return mx.array(places), totals.tolist()
 
 
-def row_cache(cache: LayerCache, room_tokens: int = 1) -> LayerCache:
-    """Return the cache of one row as a batch holds it, with room for `room_tokens` more tokens."""
+def row_cache(cache: LayerCache) -> LayerCache:
+    """Return the cache of one row as a batch holds it, with room for one more token."""
     if isinstance(cache, FamilyWindow):
-        return to_ring(cache, room_tokens)
+        return to_ring(cache, 1)
     if not isinstance(cache, KVCache):
         return cache
     row = RowCache(cache.keys, cache.values, mx.array([cache.offset], dtype=mx.int32))
-    row.resize(capacity(cache.offset + room_tokens))
+    row.resize(capacity(cache.offset + 1))
     return row
 
 
@@ -310,9 +312,3 @@ def set_states(caches: Sequence[LayerCache], states: State) -> None:
     """Replace the arrays of caches, which copy before they write."""
     for cache, arrays in zip(caches, states, strict=True):
         cache.state = list(arrays)
-
-
-def _covers(shortlist: DraftShortlist, row: Row) -> bool:
-    prompt = row.prompt.tokens
-    row.further_tokens = row.further_tokens or shortlist.further(prompt)
-    return shortlist.covers(prompt, row.answer, row.further_tokens)

@@ -32,12 +32,6 @@ class DraftHead:
         """Return the head, or None if there is none or it is unhealthy."""
         return self._head if self._counters.head_healthy else None
 
-    def for_row(self, row: Row) -> MtpHead | None:
-        """Return the head for a row that drafts; None for any other row."""
-        if self.usable is None:
-            self.disable_for(row)
-        return self.usable if row.uses_head else None
-
     def record_success(self) -> None:
         """Reset the count of consecutive errors."""
         self._consecutive_errors = 0

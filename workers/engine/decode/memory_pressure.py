@@ -28,8 +28,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from paceline.lifecycle import TRIM_INTERVAL_S, trim_heap
 from paceline.protocol import CRITICAL_PRESSURE
+from workers.engine.types import MemoryShort
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,11 @@ class MemoryReading:
         """Return by how much the memory in use exceeds `HIGH_SHARE`; 0 if it does not."""
         return max(self.used_bytes - int(HIGH_SHARE * self.limit_bytes), 0) * bool(self.limit_bytes)
 
+    def check(self) -> None:
+        """Raise `MemoryShort` at critical pressure."""
+        if self.pressure is Pressure.CRITICAL:
+            raise MemoryShort(self.used_bytes, self.limit_bytes)
+
 
 ReadMemory = Callable[[], MemoryReading]
 
@@ -95,8 +100,6 @@ class MemoryMonitor:
         self._read_s = -READING_INTERVAL_S
         self._room_bytes: float | None = None
         """None while the rows have all the memory that was measured for them."""
-        self.relieved = self._reading
-        """The reading after caches were last given back."""
         self.failed_allocations = 0
         """Allocations that have failed since the start."""
 
@@ -111,11 +114,6 @@ class MemoryMonitor:
                 logger.warning("memory.unreadable", exc_info=True)
                 self._reading = MemoryReading()
         return self._reading
-
-    @property
-    def pressure(self) -> Pressure:
-        """Return the present pressure."""
-        return self.reading().pressure
 
     def room_bytes(self, measured_bytes: int) -> int:
         """Return the memory for the caches of all rows, of which `measured_bytes` were measured."""
@@ -161,43 +159,13 @@ def memory_reader(device_limit_bytes: int) -> ReadMemory:
     return MemoryReading
 
 
-class HeapTrimmer:
-    """Trims the heap of a process at work every `TRIM_INTERVAL_S`; used by one thread.
-
-    Requests of all sizes leave gaps between blocks in use: 45 MB within 4,000 hostile ones.
-    """
-
-    def __init__(
-        self, trim: Callable[[], None] = trim_heap, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Trim by `trim`; `clock` returns seconds."""
-        self._trim = trim
-        self._clock = clock
-        self._due_s = clock() + TRIM_INTERVAL_S
-
-    def trim_if_due(self) -> None:
-        """Trim if the interval has passed."""
-        now_s = self._clock()
-        if now_s >= self._due_s:
-            self._trim()
-            self._due_s = now_s + TRIM_INTERVAL_S
-
-
 class _ResourceUsage(ctypes.Structure):
     """`struct rusage_info_v0` of `<sys/resource.h>`."""
 
     _fields_ = (
-        ("uuid", ctypes.c_uint8 * 16),
-        ("user_time", ctypes.c_uint64),
-        ("system_time", ctypes.c_uint64),
-        ("package_idle_wakeups", ctypes.c_uint64),
-        ("interrupt_wakeups", ctypes.c_uint64),
-        ("page_ins", ctypes.c_uint64),
-        ("wired_bytes", ctypes.c_uint64),
-        ("resident_bytes", ctypes.c_uint64),
+        ("uuid_times_wakeups_pages", ctypes.c_uint64 * 9),
         ("footprint_bytes", ctypes.c_uint64),
-        ("start_time", ctypes.c_uint64),
-        ("exit_time", ctypes.c_uint64),
+        ("start_and_exit_time", ctypes.c_uint64 * 2),
     )
 
 

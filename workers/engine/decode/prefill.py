@@ -10,8 +10,8 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from workers.engine.decode.prompt_scorer import PromptScoring
 from workers.engine.decode.row import Row
+from workers.engine.decode.spec_prefill import PromptScoring
 from workers.engine.model.kv_cache import KVCache, LayerCache
 from workers.engine.model.mtp_head import MtpHead
 from workers.engine.model.target import PromptEmbedding, Target
@@ -64,12 +64,6 @@ class Prefill:
         end = self.boundaries[0] if self.boundaries else len(self.read_indices)
         return min(end, len(self.read_indices)) - self.read_count
 
-    @property
-    def system_tokens(self) -> int:
-        """Return the length of the system prompt if it is to be stored, else 0."""
-        prefix = self.row.prompt.prefix
-        return prefix.tokens if prefix and prefix.tokens in self.boundaries else 0
-
     def tokens_for(self, row: Row) -> int:
         """Return how many tokens of a waiting row the prefix cache will have at a boundary."""
         if row.prompt.scope is None or row.prompt.scope != self.row.prompt.scope:
@@ -87,18 +81,19 @@ def start_prefill(
     row: Row, target: Target, head: MtpHead | None, prefix_cache: PrefixCache
 ) -> Prefill:
     """Create the caches of a row, embed its pictures, and restore its prefix if it is cached."""
-    caches, embedding = target.new_caches(), None
-    if row.prompt.media:
-        media = {name: mx.array(array) for name, array in row.prompt.media.items()}
+    caches, embedding, prompt = target.new_caches(), None, row.prompt
+    if prompt.media:
+        media = {name: mx.array(array) for name, array in prompt.media.items()}
+        digests = prompt.identity[prompt.identity < 0].tobytes()  # of all pictures
+        key = None if prompt.scope is None else (prompt.scope, digests)
         try:
-            token_ids = mx.array([row.prompt.tokens], dtype=mx.int32)
-            embedding = target.embed(token_ids, media, _pictures_key(row))
+            embedding = target.embed(mx.array([prompt.tokens], dtype=mx.int32), media, key)
         except ValueError as error:  # the prompt has more or fewer marks than the pictures take
             raise InvalidGeneration(
                 "messages", "The pictures do not fit the places for them in the prompt."
             ) from error
         row.position_offset = embedding.position_offset
-    tokens = (*row.prompt.tokens, *row.answer[:-1])
+    tokens = (*prompt.tokens, *row.answer[:-1])
     if row.prompt_logprobs is not None and not row.answer:
         row.prompt_logprobs.clear()
     prefill = Prefill(
@@ -113,13 +108,6 @@ def start_prefill(
     if target.supports_prefix_cache and not (embedding and embedding.extras):
         _restore_prefix(prefill, target, prefix_cache)
     return prefill
-
-
-def _pictures_key(row: Row) -> tuple[str, bytes] | None:
-    """Return the scope and the digests of all pictures of a row; None if it shares nothing."""
-    identity = row.prompt.identity
-    digests = identity[identity < 0]
-    return None if row.prompt.scope is None else (row.prompt.scope, digests.tobytes())
 
 
 def context_of(row: Row) -> TokenArray:
@@ -252,11 +240,7 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
 
 
 def _prefill_head(prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int, end: int) -> None:
-    """Let the head read pairs of the hidden state of token i and token i + 1.
-
-    Its positions are slot numbers, as they are when it drafts: skipped tokens leave no gap. This
-    costs no acceptance (with true positions the demo model accepted no more drafts).
-    """
+    """Let the head read pairs of the hidden state of token i and token i + 1."""
     if prefill.last_hidden is not None:
         hidden = mx.concatenate([prefill.last_hidden, hidden[:, :-1]], axis=1)
         begin -= 1
@@ -282,6 +266,10 @@ def seed_head(prefill: Prefill, head: MtpHead, last_token: int) -> mx.array:
 def _forward_head(
     prefill: Prefill, head: MtpHead, tokens: list[int], hidden: mx.array, begin: int
 ) -> mx.array:
+    """Run the head at the numbers of its slots, as it drafts: skipped tokens leave no gap.
+
+    This costs no acceptance (with true positions the demo model accepted no more drafts).
+    """
     positions = mx.arange(begin, begin + len(tokens), dtype=mx.int32)[None]
     ids = mx.array([tokens], dtype=mx.int32)
     return head.forward(ids, hidden, prefill.head_caches, positions)

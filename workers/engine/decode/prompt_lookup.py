@@ -68,7 +68,8 @@ class PromptLookup:
         self._at = -1
         """The place whose tokens the answer has followed; -1 for none."""
         self._match_tokens = 0
-        self.shares = ReliabilityOfRow()
+        self.counts = [(0.0, 0.0)] * (len(SHARE_CLASSES) + 1)
+        """Looked-up tokens by the class of their match: those that came, and those compared."""
 
     @property
     def answer_tokens(self) -> int:
@@ -137,13 +138,18 @@ class Reliability:
     def __init__(self) -> None:
         self._shares = list(_FIRST_SHARES)
 
-    def of(self, found: Found, row: ReliabilityOfRow) -> float:
-        """Return the probability that each of the tokens is accepted if all before it were."""
+    def of(self, found: Found, counts: Sequence[tuple[float, float]]) -> float:
+        """Return the probability that each of the tokens is accepted if all before it were.
+
+        `counts` are those of the row.
+        """
         number = _class_of(found.match_tokens)
-        hits, seen = row.counts[number]
+        hits, seen = counts[number]
         return (_LANE_WEIGHT * self._shares[number] + hits) / (_LANE_WEIGHT + seen)
 
-    def observe(self, found: Found, tokens: Sequence[int], row: ReliabilityOfRow) -> None:
+    def observe(
+        self, found: Found, tokens: Sequence[int], counts: list[tuple[float, float]]
+    ) -> None:
         """Compare looked-up tokens with those that came, whether they were drafted or not."""
         number, hits = _class_of(found.match_tokens), 0
         most = min(len(found.tokens), len(tokens))
@@ -152,19 +158,8 @@ class Reliability:
         seen = min(hits + 1, most)
         for at in range(seen):
             self._shares[number] = _DECAY * self._shares[number] + (1 - _DECAY) * (at < hits)
-        row.observe(number, hits, seen)
-
-
-class ReliabilityOfRow:
-    """Counts of looked-up tokens of one row: those that came, and those compared, decayed."""
-
-    def __init__(self) -> None:
-        self.counts = [(0.0, 0.0)] * (len(SHARE_CLASSES) + 1)
-
-    def observe(self, number: int, hits: int, seen: int) -> None:
-        """Add the counts of one lookup."""
-        before = self.counts[number]
-        self.counts[number] = (_ROW_DECAY * before[0] + hits, _ROW_DECAY * before[1] + seen)
+        row_hits, row_seen = counts[number]
+        counts[number] = _ROW_DECAY * row_hits + hits, _ROW_DECAY * row_seen + seen
 
 
 def _class_of(match_tokens: int) -> int:

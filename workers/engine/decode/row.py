@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import inf
@@ -30,45 +31,33 @@ client more than a token costs a small model, and no reader needs a hundred in a
 class SpeculationCounter:
     """Draft and verify counts of one row, step by step."""
 
-    draft_tokens: int
+    draft_tokens: int = 0
+    """The least that is reported as the length of the longest draft."""
     steps: list[types.DraftStep] = field(default_factory=list)
     """Verified drafts, in order."""
-    errors: int = 0
-    """Tokens of the drafts that failed."""
+    lost: list[DraftSource] = field(default_factory=list)
+    """Sources of the tokens of failed drafts."""
     drafted: Counter[str] = field(default_factory=Counter)
     """Draft tokens by source, those of failed drafts too."""
     accepted: Counter[str] = field(default_factory=Counter)
-    lost: list[DraftSource] = field(default_factory=list)
-    """Of the tokens of failed drafts."""
     given: SpeculationCounter | None = None
     """What another worker has counted of it."""
 
-    def add_step(self, step: types.DraftStep, sources: Sequence[DraftSource]) -> None:
+    def add_step(self, sources: Sequence[DraftSource], accepted: int) -> None:
         """Count a verified draft whose tokens have these sources."""
-        self.steps.append(step)
+        self.steps.append(types.DraftStep(len(sources), accepted))
         self.drafted.update(source.value for source in sources)
-        self.accepted.update(source.value for source in sources[: step.accepted])
+        self.accepted.update(source.value for source in sources[:accepted])
 
     def add_errors(self, sources: Sequence[DraftSource]) -> None:
         """Count a draft that failed."""
-        self.errors += len(sources)
         self.lost += sources
         self.drafted.update(source.value for source in sources)
 
-    def begin(self) -> None:
-        """Take what has been counted so far as that of another worker."""
-        self.given = SpeculationCounter(
-            self.draft_tokens,
-            list(self.steps),
-            self.errors,
-            Counter(self.drafted),
-            Counter(self.accepted),
-        )
-
     def total(self, *, own: bool = False) -> Speculation:
-        """Return the counts of the answer so far; with `own`, those of this worker alone."""
+        """Return the counts of the answer so far; with `own`, only those of this worker."""
         given = self.given if own and self.given else SpeculationCounter(self.draft_tokens)
-        steps, errors = self.steps[len(given.steps) :], self.errors - given.errors
+        steps, errors = self.steps[len(given.steps) :], len(self.lost) - len(given.lost)
         longest = max([self.draft_tokens, *(step.drafted for step in steps)])
         if not longest and not errors:
             return Speculation()
@@ -155,12 +144,12 @@ class Row:
     bypass: tuple[Bypass, ...] = ()
     """Reasons why the row must not speculate, for the lane's counts."""
     matcher: Matcher | None = None
-    """Tells which tokens may come next; None if the answer may have any form."""
+    """The grammar that decides which tokens may come next; None for an answer of any form."""
     text: TextStream
     reasoning: Reasoning | None = None
     """None if the text contains whatever the model writes."""
-    speculation: SpeculationCounter
-    sink: EventSink
+    speculation: SpeculationCounter = field(default_factory=SpeculationCounter)
+    sink: EventSink = lambda _: None
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Of the tokens so far, for penalties."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -180,11 +169,11 @@ class Row:
     suspect: bool = False
     """Whether a plain step with this row failed: it then decodes in a batch of its own."""
     cached_tokens: int = 0
-    stored_tokens: int = 0
-    """Tokens of the prompt up to the last of which the prefix cache has stored it."""
     """Prompt tokens taken from the prefix cache."""
     cached_kinds: dict[str, int] = field(default_factory=dict)
     """These tokens by kind, as the lane counts them."""
+    stored_tokens: int = 0
+    """Tokens of the prompt up to the last of which the prefix cache has stored it."""
     skipped_tokens: int = 0
     """Prompt tokens that the target never reads, since a draft model found them unimportant."""
     cacheable: bool = False
@@ -218,11 +207,6 @@ class Row:
         return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
 
     @property
-    def exact(self) -> bool:
-        """Return whether no other row may change a bit of the answer."""
-        return self.generation.exact
-
-    @property
     def uses_head(self) -> bool:
         """Return whether the MTP head drafts for this row."""
         return self.draft_tokens > 0 and self.with_head
@@ -241,31 +225,43 @@ class Row:
         """Count the slots in use after up to `tokens` further tokens of the answer."""
         return self.slots_used + min(tokens, max(self.max_tokens - len(self.answer), 0))
 
-    def draft_limit(self, k: int) -> int:
-        """Return the length of the next draft in a lane that drafts k tokens.
+    # --- what the next step drafts and chooses by -------------------------------------------------
 
-        A draft never exceeds what the answer has room for beside the token of the verify itself.
-        """
+    @property
+    def _draft_room(self) -> int:
+        """Return the longest draft that fits beside the token of the verify itself."""
+        return max(self.max_tokens - len(self.answer) - 1, 0)
+
+    def draft_limit(self, k: int) -> int:
+        """Return the length of the next draft in a lane that drafts k tokens."""
         wanted = self.draft_tokens if self.draft_tokens_fixed else min(k, self.draft_tokens)
-        return max(min(wanted, self.max_tokens - len(self.answer) - 1), 0)
+        return min(wanted, self._draft_room)
 
     def look_up(self, limit: int) -> Found | None:
         """Return up to `limit` tokens that prompt lookup drafts; None if it finds none."""
         if self.lookup is None or not self.draft_tokens:
             return None
         most = min(limit, self.draft_tokens) if self.draft_tokens_fixed else limit
-        return self.lookup.find(min(most, self.max_tokens - len(self.answer) - 1))
+        return self.lookup.find(min(most, self._draft_room))
 
     def forced_tokens(self) -> Sequence[int]:
         """Return the next tokens that the grammar forces, if a draft may have them.
 
-        None for a request that names its draft length.
+        Returns none for a request that names its draft length.
         """
         if self.matcher is None or self.draft_tokens_fixed:
             return ()
         if self.reasoning is not None and not self.reasoning.state.next_token().answering:
             return ()
-        return self.matcher.forced()[: max(self.max_tokens - len(self.answer) - 1, 0)]
+        return self.matcher.forced()[: self._draft_room]
+
+    def token_rules(self, tokens: int) -> TokenRules | None:
+        """Return what decides over the next `tokens` + 1 tokens; None if nothing does."""
+        state = self.reasoning.state if self.reasoning else None
+        missing = 0 if self.matcher else max(self.generation.min_tokens - len(self.answer), 0)
+        if not missing and not self.matcher and (state is None or not state.may_force(tokens)):
+            return None
+        return TokenRules(self.matcher, state, missing, self.ends)
 
     def sampling_context(self) -> SamplingContext:
         """Return the sampler's input for the next token."""
@@ -277,55 +273,7 @@ class Row:
             counts=self.counts,
         )
 
-    def usage(self) -> types.Usage:
-        """Return the token counts so far, the end token included, as vLLM does."""
-        return types.Usage(
-            prompt_tokens=len(self.prompt.tokens),
-            completion_tokens=len(self.answer),
-            cached_tokens=self.cached_tokens,
-            written_tokens=max(self.stored_tokens - self.cached_tokens, 0),
-            skipped_tokens=self.skipped_tokens,
-            reasoning_tokens=self.reasoning.state.reasoning_tokens if self.reasoning else 0,
-        )
-
-    def token_rules(self, tokens: int) -> TokenRules | None:
-        """Return what decides over the next `tokens` + 1 tokens; None if nothing does."""
-        state = self.reasoning.state if self.reasoning else None
-        missing = 0 if self.matcher else max(self.generation.min_tokens - len(self.answer), 0)
-        if not missing and not self.matcher and (state is None or not state.may_force(tokens)):
-            return None
-        return TokenRules(self.matcher, state, missing, self.ends)
-
-    def restore(self, given: types.GivenAnswer) -> Sequence[types.Delta]:
-        """Take the beginning of the answer as another worker has generated it; return its deltas.
-
-        All states are then as that worker had them. Raise `InvalidGeneration` if no answer to the
-        request begins so.
-        """
-        deltas: list[types.Event | types.EngineError] = []
-        sink, self.sink = self.sink, deltas.append
-        for step in given.steps:
-            if not step.tokens:
-                self.speculation.add_errors(step.sources)
-            elif self.finish_reason:
-                raise _other_answer()
-            else:
-                sources = step.sources
-                appended = self._append(step.tokens, (), sources, step.accepted, now_s=0.0)
-                if appended < len(step.tokens):
-                    raise _other_answer()
-                if sources:
-                    counts = types.DraftStep(len(sources), step.accepted)
-                    self.speculation.add_step(counts, sources)
-        if given.finished and not self.finish_reason:
-            raise _other_answer()
-        self._emit_delta(0.0)
-        self.sink, self._last_delta_s = sink, -inf
-        self._pending_steps, self._reported_tokens = [], len(self.answer)
-        self.given_tokens = len(self.answer)
-        self.speculation.begin()
-        self._reported_errors = self.speculation.errors
-        return [replace(one, given=True) for one in deltas if isinstance(one, types.Delta)]
+    # --- the answer -------------------------------------------------------------------------------
 
     def append_tokens(
         self,
@@ -343,24 +291,75 @@ class Row:
         in one delta: at once, or together with the text of the next steps if the last delta is
         younger than `DELTA_INTERVAL_S`.
         """
-        appended = self._append(tokens, logprobs, sources, len(tokens) - 1, now_s=now_s)
-        accepted = min(appended, len(tokens) - 1)
-        if sources:
-            self.speculation.add_step(types.DraftStep(len(sources), accepted), sources)
+        drafts = len(tokens) - 1
+        appended = self._append(tokens, logprobs, sources, drafts, now_s)
         if self.generation.report_steps:
-            step = types.TokenStep(tuple(tokens[:appended]), tuple(sources), accepted)
-            self._pending_steps.append(step)
+            kept, accepted = tuple(tokens[:appended]), min(appended, drafts)
+            self._pending_steps.append(types.TokenStep(kept, tuple(sources), accepted))
         if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
             self._emit_delta(now_s)
         return appended
+
+    def restore(self, given: types.GivenAnswer) -> Sequence[types.Delta]:
+        """Take the beginning of the answer as another worker has generated it; return its deltas.
+
+        All states are then as that worker had them. Raise `InvalidGeneration` if no answer to the
+        request begins so.
+        """
+        deltas: list[types.Event | types.EngineError] = []
+        sink, self.sink, fits = self.sink, deltas.append, True
+        for tokens, sources, accepted in given.steps:
+            if not tokens:
+                self.speculation.add_errors(sources)
+            elif fits := fits and not self.finish_reason:
+                fits = self._append(tokens, (), sources, accepted, 0.0) == len(tokens)
+        if not fits or (given.finished and not self.finish_reason):
+            raise types.InvalidGeneration(
+                ANSWER_FIELD, "No answer to this request begins with these tokens."
+            )
+        self._emit_delta(0.0)
+        self.sink, self._last_delta_s = sink, -inf
+        self._pending_steps, self._reported_tokens = [], len(self.answer)
+        self.given_tokens = len(self.answer)
+        self.speculation.given = deepcopy(self.speculation)
+        self._reported_errors = len(self.speculation.lost)
+        return [replace(one, given=True) for one in deltas if isinstance(one, types.Delta)]
+
+    def end(self, reason: types.FinishReason, *, now_s: float) -> None:
+        """End the answer where another engine has ended it."""
+        self.finish_reason = reason
+        self._flush()
+        self._emit_delta(now_s)
+
+    def usage(self) -> types.Usage:
+        """Return the token counts so far, the end token included, as vLLM does."""
+        return types.Usage(
+            prompt_tokens=len(self.prompt.tokens),
+            completion_tokens=len(self.answer),
+            cached_tokens=self.cached_tokens,
+            written_tokens=max(self.stored_tokens - self.cached_tokens, 0),
+            skipped_tokens=self.skipped_tokens,
+            reasoning_tokens=self.reasoning.state.reasoning_tokens if self.reasoning else 0,
+        )
+
+    def finished_event(self) -> types.Finished:
+        """Return the event that ends the answer."""
+        assert self.finish_reason is not None
+        last = self.answer[-1] if self.answer else None
+        return types.Finished(
+            reason=self.finish_reason,
+            usage=self.usage(),
+            speculation=self.speculation.total(),
+            steps=tuple(self.speculation.steps),
+            stop=self.text.stopped_by or (last if last in self.generation.stop_tokens else None),
+        )
 
     def _append(
         self,
         tokens: Sequence[int],
         logprobs: Sequence[types.TokenLogprob],
         sources: Sequence[DraftSource],
-        drafts: int,
-        *,
+        accepted: int,
         now_s: float,
     ) -> int:
         """Append tokens up to the end of the answer, the first ones drafts; return how many."""
@@ -380,37 +379,17 @@ class Row:
             if self.finish_reason:
                 self._flush()
             if self._pending_tokens is not None:
-                drafted = appended <= drafts
-                self._pending_tokens.append(
-                    self._decided_chars, sources[appended - 1] if drafted else None
-                )
+                end = self.text.decided_chars
+                end += self.reasoning.text.decided_chars if self.reasoning else 0
+                source = sources[appended - 1] if appended <= accepted else None
+                self._pending_tokens.append(end, source)
             if self.finish_reason:
                 break
         if self.lookup is not None:
             self.lookup.extend(tokens[:appended])
+        if sources:
+            self.speculation.add_step(sources, min(appended, accepted))
         return appended
-
-    def end(self, reason: types.FinishReason, *, now_s: float) -> None:
-        """End the answer where another engine has ended it."""
-        self.finish_reason = reason
-        self._flush()
-        self._emit_delta(now_s)
-
-    def finished_event(self) -> types.Finished:
-        """Return the event that ends the answer."""
-        assert self.finish_reason is not None
-        return types.Finished(
-            reason=self.finish_reason,
-            usage=self.usage(),
-            speculation=self.speculation.total(),
-            steps=tuple(self.speculation.steps),
-            stop=self.text.stopped_by or self._stop_token(),
-        )
-
-    def _stop_token(self) -> int | None:
-        """Return the stop token of the request that ended the answer."""
-        last = self.answer[-1] if self.answer else None
-        return last if last in self.generation.stop_tokens else None
 
     def _read(self, token: int, *, ended: bool, now_s: float) -> Part:
         """Take one token; add its text to that of its part, which this returns."""
@@ -440,44 +419,34 @@ class Row:
             self._pending_reasoning += self.reasoning.text.flush()
         self._pending_text += self.text.flush()
 
-    @property
-    def _decided_chars(self) -> int:
-        reasoning = self.reasoning.text.decided_chars if self.reasoning else 0
-        return reasoning + self.text.decided_chars
-
     def _emit_delta(self, now_s: float, *, partial: bool = False) -> None:
         # Also without text: a gateway charges a stream that is left by its last delta.
         unreported = len(self.answer) - self._reported_tokens
-        text, logprobs = self._pending_text, tuple(self._pending_logprobs)
-        reasoning = self._pending_reasoning
-        tokens: tuple[types.SourcedToken, ...] = ()
+        text, reasoning = self._pending_text, self._pending_reasoning
+        final, tokens = self.finish_reason is not None, tuple[types.SourcedToken, ...]()
         if self._pending_tokens is not None:
-            tokens = self._pending_tokens.release(
-                reasoning + text, final=self.finish_reason is not None
+            tokens = self._pending_tokens.release(reasoning + text, final=final)
+        if not (
+            text or reasoning or self._pending_logprobs or tokens
+            or unreported >= RUNNING_USAGE_TOKENS
+            or (final and self._pending_steps)
+        ):  # fmt: skip
+            return
+        steps = self._pending_steps
+        if lost := self.speculation.lost[self._reported_errors :]:
+            steps.append(types.TokenStep((), tuple(lost)))
+            self._reported_errors += len(lost)
+        self.sink(
+            types.Delta(
+                text=text,
+                reasoning=reasoning,
+                logprobs=tuple(self._pending_logprobs),
+                tokens=tokens,
+                usage=self.usage(),
+                steps=tuple(steps),
+                partial=partial,
             )
-        ended = self.finish_reason is not None and bool(self._pending_steps)
-        if text or reasoning or logprobs or tokens or unreported >= RUNNING_USAGE_TOKENS or ended:
-            steps, self._pending_steps = self._pending_steps, []
-            if lost := self.speculation.lost[self._reported_errors :]:
-                steps.append(types.TokenStep((), tuple(lost)))
-                self._reported_errors += len(lost)
-            self.sink(
-                types.Delta(
-                    text=text,
-                    reasoning=reasoning,
-                    logprobs=logprobs,
-                    tokens=tokens,
-                    usage=self.usage(),
-                    steps=tuple(steps),
-                    partial=partial,
-                )
-            )
-            self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []
-            self._pending_reasoning = ""
-            self._reported_tokens = len(self.answer)
-
-
-def _other_answer() -> types.InvalidGeneration:
-    return types.InvalidGeneration(
-        ANSWER_FIELD, "No answer to this request begins with these tokens."
-    )
+        )
+        self._last_delta_s, self._reported_tokens = now_s, len(self.answer)
+        self._pending_text = self._pending_reasoning = ""
+        self._pending_logprobs, self._pending_steps = [], []

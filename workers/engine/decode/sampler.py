@@ -97,10 +97,15 @@ def choose(
             drawn.append(index)
             scores.append(own / row.sampling.temperature)
     if drawn:
-        samplings = [rows[index].sampling for index in drawn]
-        filtered = filter_logits(mx.stack(scores), samplings)
-        for at, index in enumerate(drawn):
-            chosen[index] = _draw(filtered[at], rows[index])
+        filtered = filter_logits(mx.stack(scores), [rows[index].sampling for index in drawn])
+        for index, own in zip(drawn, filtered, strict=True):
+            row = rows[index]
+            first = len(row.answer)
+            keys = [position_key(row.seed, first + at) for at in range(own.shape[0])]
+            draws = [
+                mx.random.categorical(own[at : at + 1], key=key) for at, key in enumerate(keys)
+            ]
+            chosen[index] = mx.concatenate(draws).astype(mx.int32)
     return mx.stack(chosen)
 
 
@@ -110,18 +115,6 @@ def _exclude(logits: mx.array, allowed: mx.array) -> mx.array:
     bits = (allowed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
     bits = bits.reshape(*allowed.shape[:-1], -1)[..., :vocabulary]
     return mx.where(bits.astype(mx.bool_), logits, mx.array(-mx.inf, dtype=logits.dtype))
-
-
-def _draw(logits: mx.array, row: SamplingContext) -> mx.array:
-    """Draw a token for each position of a row: [L, vocabulary] to [L] int32."""
-    return mx.concatenate(
-        [
-            mx.random.categorical(
-                logits[at : at + 1], key=position_key(row.seed, len(row.answer) + at)
-            )
-            for at in range(logits.shape[0])
-        ]
-    ).astype(mx.int32)
 
 
 def reshape_logits(
@@ -264,17 +257,12 @@ def _floor(largest: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     """Return the least score that min_p leaves: [rows, L, 1], as the largest scores are."""
     if not any(one.min_p > 0 for one in samplings):
         return mx.full(largest.shape, -mx.inf)
-    return largest + mx.log(_each([one.min_p for one in samplings]))
+    return largest + mx.log(mx.array([one.min_p for one in samplings])[:, None, None])
 
 
 def _limits(samplings: Sequence[Sampling]) -> mx.array:
-    """Return top_p of each row, and infinity where it excludes nothing."""
-    return _each([one.top_p if one.top_p < 1 else mx.inf for one in samplings])
-
-
-def _each(values: Sequence[float]) -> mx.array:
-    """Return one value for each row, to compare with scores [rows, L, vocabulary]."""
-    return mx.array(values)[:, None, None]
+    """Return top_p of each row, and infinity where it excludes nothing: [rows, 1, 1]."""
+    return mx.array([one.top_p if one.top_p < 1 else mx.inf for one in samplings])[:, None, None]
 
 
 def position_key(seed: int, position: int) -> mx.array:
@@ -336,8 +324,13 @@ def token_logprobs(
     """
     logprobs = scores[: len(tokens)].astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-    likeliest = _likeliest(logprobs, top)
-    named = mx.concatenate([mx.array(tokens, dtype=mx.int32)[:, None], likeliest], axis=1)
+    # The places of the largest scores, the largest one first.
+    at = mx.zeros((len(tokens), 0), dtype=mx.int32)
+    if count := min(top, scores.shape[-1]):
+        at = mx.argpartition(-logprobs, kth=count - 1, axis=-1)[:, :count]
+        order = mx.argsort(-mx.take_along_axis(logprobs, at, axis=-1), axis=-1)
+        at = mx.take_along_axis(at, order, axis=-1).astype(mx.int32)
+    named = mx.concatenate([mx.array(tokens, dtype=mx.int32)[:, None], at], axis=1)
     values = mx.take_along_axis(logprobs, named, axis=1)
     return tuple(
         TokenLogprob(
@@ -351,13 +344,3 @@ def token_logprobs(
         )
         for ids, shares in zip(named.tolist(), values.tolist(), strict=True)
     )
-
-
-def _likeliest(scores: mx.array, count: int) -> mx.array:
-    """Return the places of the `count` largest scores [L, vocabulary], the largest one first."""
-    count = min(count, scores.shape[-1])
-    if not count:
-        return mx.zeros((scores.shape[0], 0), dtype=mx.int32)
-    at = mx.argpartition(-scores, kth=count - 1, axis=-1)[:, :count]
-    order = mx.argsort(-mx.take_along_axis(scores, at, axis=-1), axis=-1)
-    return mx.take_along_axis(at, order, axis=-1).astype(mx.int32)

@@ -1,18 +1,30 @@
-"""Selection of the prompt tokens to read: SpecPrefill (Liu et al. 2025, arXiv 2502.02789).
+"""SpecPrefill (Liu et al. 2025, arXiv 2502.02789): which tokens of a long prompt are read.
 
-A small draft model scores how much each token of the prompt matters to the tokens of its own
-answer. The target reads the chunks with the highest scores, at their true positions, and never the
-others. Pure: scores come in, indices go out, no model is involved.
+A small draft model reads the prompt, a chunk at a time, generates a few tokens of its own, and
+looks back: the score of a token is the highest attention that any head of any looking token pays to
+it. (The paper averages over the looking tokens, which hid what a single word of a question asks
+for.) The target reads the chunks with the highest scores, at their true positions, and never the
+others.
+
+Duck-typed to mlx-vlm's Qwen3.5 language model: the draft model runs unchanged and returns the
+inputs of its attention layers (`capture_layer_ids`), from which the attention of its queries over
+the caches is computed. Nothing is patched, so the same weights can serve rows at the same time.
+`tests/model/test_mlx_vlm_contract.py` fails when mlx-vlm changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import mlx.core as mx
 import numpy as np
 
+from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.model.kv_cache import KVCache, LayerCache
+from workers.engine.model.target import Target
 from workers.engine.types import SpecPrefillOptions, SpecPrefillSettings
 
 TokenScores: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
@@ -27,6 +39,15 @@ TAIL_TOKENS = 32
 """Always read: the end of the prompt is the question, and the template's call to answer."""
 MIN_SCORED_TOKENS = 256
 """Fewer tokens cost more to score than to read, even for a request that asks for it."""
+QUESTION_TOKENS = 24
+"""Last tokens of the prompt, which look back too: a question shows what it asks for before any
+answer.
+
+The paper uses the look-ahead alone. SnapKV (Li et al. 2024, arXiv 2404.14469) shows that the end of
+a prompt attends to what the answer needs, which the answer of a weak draft model may not.
+"""
+LOOK_AHEAD_TOKENS = 8
+"""Greedy tokens of the draft model's own answer that look back."""
 
 
 class FullPrefillReason(StrEnum):
@@ -91,7 +112,9 @@ def select(scores: TokenScores, keep_share: float) -> tuple[int, ...]:
     selected = np.zeros(count, dtype=bool)
     selected[:SINK_TOKENS] = True
     selected[-TAIL_TOKENS:] = True
-    smooth = _smoothed(scores)
+    window = np.ones(SMOOTHING_TOKENS, dtype=np.float32)  # it ends at the ends of the prompt
+    smooth = np.convolve(scores, window, mode="same")
+    smooth /= np.convolve(np.ones_like(scores), window, mode="same")
     starts = range(0, count, CHUNK_TOKENS)
     best = [float(smooth[start : start + CHUNK_TOKENS].max()) for start in starts]
     budget = round(count * keep_share)
@@ -102,8 +125,114 @@ def select(scores: TokenScores, keep_share: float) -> tuple[int, ...]:
     return tuple(np.flatnonzero(selected).tolist())
 
 
-def _smoothed(scores: TokenScores) -> TokenScores:
-    """Average every score over its window, which ends at the ends of the prompt."""
-    window = np.ones(SMOOTHING_TOKENS, dtype=np.float32)
-    sums = np.convolve(scores, window, mode="same")
-    return sums / np.convolve(np.ones_like(scores), window, mode="same")
+def draft_incompatibility(target: Checkpoint, draft: Checkpoint) -> str | None:
+    """Return why a draft model cannot select tokens for the target; None if it can."""
+    if not target.target.explicit_positions:
+        return "this model family takes no explicit positions"
+    if not draft.target.explicit_positions:
+        return "the draft model's family does not expose its attention"
+    if not _vocabulary(target).items() <= _vocabulary(draft).items():
+        return "the draft model has another vocabulary"
+    return None
+
+
+def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
+    processor = checkpoint.processor
+    return dict(getattr(processor, "tokenizer", processor).get_vocab())
+
+
+class PromptScoring:
+    """Scoring of one prompt by a draft model, a chunk at a time; used by the engine thread only."""
+
+    def __init__(self, draft: Target, prompt: Sequence[int], scope: ScoringRange) -> None:
+        self.scope = scope
+        self.selected: tuple[int, ...] | None = None
+        """Indices of the tokens to read once all are scored, including all before the scope."""
+        self._draft = draft
+        self._tokens = prompt[scope.begin : scope.end]
+        self._caches = draft.new_caches()
+        self._read_count = 0
+
+    def advance(self, chunk_tokens: int) -> None:
+        """Read up to `chunk_tokens` more tokens of the scope, or look back from its end."""
+        question = len(self._tokens) - QUESTION_TOKENS
+        if self._read_count < question:
+            begin, end = self._read_count, min(self._read_count + chunk_tokens, question)
+            self._draft.forward(
+                mx.array([self._tokens[begin:end]], dtype=mx.int32),
+                self._caches,
+                mx.arange(begin, end, dtype=mx.int32)[None],
+            )
+            mx.eval([cache.state for cache in self._caches])
+            self._read_count = end
+            return
+        selected, begin = select(self._look_back(), self.scope.keep_share), self.scope.begin
+        self.selected = (*range(begin), *(begin + at for at in selected))
+
+    def _look_back(self) -> TokenScores:
+        """Score the scope by the attention of its last tokens and of the draft's own answer."""
+        count = len(self._tokens)
+        begin = count - QUESTION_TOKENS
+        tokens = mx.array([self._tokens[begin:]], dtype=mx.int32)
+        attention = []
+        while begin < count + LOOK_AHEAD_TOKENS:
+            end = begin + tokens.shape[1]
+            hidden, weights = forward_with_attention(
+                self._draft, tokens, self._caches, mx.arange(begin, end, dtype=mx.int32)[None]
+            )
+            attention.append(weights[:, :count])
+            scores = self._draft.scores(hidden)
+            tokens = mx.argmax(scores[:, -1], axis=-1, keepdims=True).astype(mx.int32)
+            begin = end
+        return np.array(mx.concatenate(attention).max(axis=0), dtype=np.float32)
+
+
+def forward_with_attention(
+    model: Target, tokens: mx.array, caches: Sequence[LayerCache], positions: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Append tokens [1, L] to the caches; return the last hidden state and the attention.
+
+    The hidden state is [1, 1, width]. The attention [L, slots] of a token to a slot is its maximum
+    over the heads of all full-attention layers but the first layer.
+    """
+    layers = model.language.model.layers
+    captured = [at for at, layer in enumerate(layers) if at and not layer.is_linear]
+    positions = mx.broadcast_to(positions[None], (3, *positions.shape))
+    output = model.language(
+        tokens,
+        cache=list(caches),
+        position_ids=positions,
+        capture_layer_ids=[at - 1 for at in captured],
+        return_hidden=True,
+        skip_logits=True,
+    )
+    *inputs, final = output.hidden_states
+    weights = [
+        attention_weights(layers[at], hidden, caches[at], positions).max(axis=0)
+        for at, hidden in zip(captured, inputs, strict=True)
+    ]
+    return final[:, -1:], mx.stack(weights).max(axis=0)
+
+
+def attention_weights(
+    layer: Any, inputs: mx.array, cache: LayerCache, positions: mx.array
+) -> mx.array:
+    """Return the softmax [heads, L, slots] of a layer's queries over its cache.
+
+    The inputs [1, L, width] are the layer's own; their keys are the last ones in the cache.
+    """
+    assert isinstance(cache, KVCache)
+    attention = layer.self_attn
+    keys = cache.state[0][0].astype(mx.float32)
+    projected = attention.q_proj(layer.input_layernorm(inputs))
+    projected = projected.reshape(*projected.shape[:2], attention.num_attention_heads, -1)
+    queries, _ = mx.split(projected, 2, axis=-1)  # each head's projection includes its gate
+    queries = attention.q_norm(queries).transpose(0, 2, 1, 3)
+    rotated, _ = attention.rotary_emb.apply_rotary(queries, queries, positions, unsqueeze_dim=1)
+    heads, length, width = rotated[0].shape
+    grouped = rotated[0].astype(mx.float32).reshape(keys.shape[0], -1, length, width)
+    scores = attention.scale * (grouped @ keys[:, None].swapaxes(-1, -2))
+    slots = keys.shape[1]
+    visible = mx.arange(slots)[None] <= mx.arange(slots - length, slots)[:, None]
+    scores = mx.where(visible, scores, -mx.inf)
+    return mx.softmax(scores, axis=-1).reshape(heads, length, slots)

@@ -13,63 +13,20 @@ and nothing of it is in any count or cache but one row of a pass that was in vai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from paceline.protocol import DraftSource
 from workers.engine.decode.batch import Batch, OpenStep, Unread, set_states, states_of
 from workers.engine.decode.sampler import choose
-from workers.engine.decode.step_graph import Layers, StepGraph
+from workers.engine.decode.step_graph import StepGraph
 from workers.engine.model.target import Target
 from workers.engine.text.grammar import allowed_tokens, given_drafts
 
 MAX_BACKLOG_STEPS = 32
 """Backlog at which the head reads it even though it drafts nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Tokens that one step of a batch decided, row by row."""
-
-    sources: Sequence[tuple[DraftSource, ...]]
-    """Where each verified draft token comes from."""
-    tokens: Sequence[tuple[int, ...]]
-    """The accepted draft tokens, then the one token that the target adds."""
-    scores: mx.array
-    """[rows, L, vocabulary]: the scores behind every token, for log-probabilities."""
-    hidden: mx.array | None = None
-    """[rows, L, width]: the hidden states of the tokens that the step has read."""
-    recurrent: Layers = field(default_factory=list)
-    """Recurrent layers of the verify, with their histories where L > 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The tokens of a step, which the device may not have computed yet."""
-
-    decided: mx.array
-    """[rows, 1 + L]: the number of accepted drafts, then the choices."""
-    step: OpenStep
-    unread: bool = False
-    """Whether the last step of the batch's backlog has no counts yet."""
-
-    def read(self, batch: Batch) -> StepResult:
-        """Wait for the tokens."""
-        rows = self.decided.tolist()
-        # An accepted draft token is the target's own choice, so the choices are the answer.
-        tokens = [tuple(row[1 : row[0] + 2]) for row in rows]
-        if self.unread:
-            counts = [len(each) for each in tokens]
-            batch.backlog[-1] = batch.backlog[-1]._replace(counts=counts)
-        step = self.step
-        return StepResult(
-            sources=step.sources,
-            tokens=tokens,
-            scores=step.scores,
-            hidden=step.hidden,
-            recurrent=step.recurrent,
-        )
+Tokens = Sequence[tuple[int, ...]]
+"""Of a step, row by row: the accepted draft tokens, then the one that the target adds."""
 
 
 def begin_step(
@@ -84,11 +41,14 @@ def begin_step(
     """Draft and verify up to k tokens of every row, or its fixed draft length.
 
     `runs` has for each row the tokens that it drafts instead of asking the head. The step before
-    has chosen up to `unread_tokens` tokens that the answers of the rows do not have yet.
+    has chosen up to `unread_tokens` tokens that the answers of the rows do not have yet; all that
+    finishing the step takes is then computed, without waiting for it.
     """
     runs = runs or [()] * len(batch.rows)
-    wanted = [row.draft_limit(k) if batch.has_head else 0 for row in batch.rows]
-    wanted = [0 if run else limit for limit, run in zip(wanted, runs, strict=True)]
+    wanted = [
+        row.draft_limit(k) if batch.has_head and not run else 0
+        for row, run in zip(batch.rows, runs, strict=True)
+    ]
     head_length = max(wanted)
     limits = [len(run) or limit for limit, run in zip(wanted, runs, strict=True)]
     length = max(limits)
@@ -106,8 +66,9 @@ def begin_step(
         batch.position_shift,
     )
     # The caches must not hold the old keys meanwhile, or MLX would copy all of them.
-    set_states(batch.caches, graph.attention_state(verified.layers, batch.caches))
-    return OpenStep(
+    state, recurrent = graph.split(verified.layers, batch.caches)
+    set_states(batch.caches, state)
+    step = OpenStep(
         k=k,
         representative=representative,
         drafts=drafts,
@@ -119,51 +80,84 @@ def begin_step(
         ],
         scores=verified.scores,
         hidden=verified.hidden,
-        recurrent=graph.recurrent_layers(verified.layers),
+        recurrent=recurrent,
     )
+    if unread_tokens:
+        mx.async_eval(
+            step.scores, step.hidden, step.recurrent, step.drafts,
+            states_of(batch.caches), states_of(batch.head_caches),
+        )  # fmt: skip
+    return step
 
 
-def finish_step(batch: Batch, graph: StepGraph, step: OpenStep) -> Choice:
-    """Choose the tokens of a step, accept drafts and roll back; the device may still compute."""
-    drafts, length = step.drafts, step.tokens - 1
-    rules = [row.token_rules(length) for row in batch.rows]
-    allowed = None
-    if any(rules):
-        # The device verifies while the host reads the drafts and finds the tokens allowed after
-        # each.
-        mx.async_eval(step.scores)
-        allowed = allowed_tokens(rules, step.scores.shape[-1], drafts)
-    contexts = [row.sampling_context() for row in batch.rows]
-    chosen = choose(step.scores, contexts, drafts, allowed)
-    layers = graph.all_layers(batch.caches, step.recurrent)
-    offset, drafted = batch.offset, (drafts, mx.array(step.limits))
+def finish_step(batch: Batch, graph: StepGraph, step: OpenStep) -> mx.array:
+    """Choose the tokens of a step, accept drafts and roll back; the device may still compute.
+
+    Returns the number of accepted drafts, then the choices: [rows, 1 + L].
+    """
+    hidden, drafted = step.hidden, (step.drafts, mx.array(step.limits))
+    chosen = _choose(batch, step.scores, step.drafts)
+    layers = graph.join(batch.caches, step.recurrent)
+    offset = batch.offset
     if step.head_length and batch.head_caches:
-        assert step.hidden is not None
-        committed = graph.commit(
-            layers, step.hidden, chosen, drafted, (states_of(batch.head_caches), offset)
+        assert hidden is not None
+        accepted, batch.last_tokens, state, head_state, batch.seed_hidden = graph.commit(
+            layers, hidden, chosen, drafted, (states_of(batch.head_caches), offset)
         )
-        accepted, batch.last_tokens, state, head_state, batch.seed_hidden = committed
-        set_states(batch.caches, state)
         set_states(batch.head_caches, head_state)
-    elif length:
+    elif step.tokens > 1:
         accepted, batch.last_tokens, state = graph.settle(layers, chosen, drafted)
-        set_states(batch.caches, state)
     else:
         accepted = mx.zeros((len(batch.rows),), dtype=mx.int32)
-        batch.last_tokens = chosen[:, 0]
-        set_states(batch.caches, [tuple(layer) for layer in layers])
-    unread = bool(batch.head_caches) and not step.head_length
+        batch.last_tokens, state = chosen[:, 0], [tuple(layer) for layer in layers]
+    set_states(batch.caches, state)
     if batch.has_head and not batch.head_caches:  # the head goes on from the target's own states
-        assert step.hidden is not None
-        batch.seed_hidden = mx.take_along_axis(step.hidden, accepted[:, None, None], axis=1)
-    if unread:
-        assert step.hidden is not None
-        batch.backlog.append(Unread(chosen, step.hidden, [1] * len(batch.rows)))
+        assert hidden is not None
+        batch.seed_hidden = mx.take_along_axis(hidden, accepted[:, None, None], axis=1)
+    elif batch.head_caches and not step.head_length:
+        assert hidden is not None
+        batch.backlog.append(Unread(chosen, hidden, [1] * len(batch.rows)))
     decided = mx.concatenate([accepted[:, None], chosen], axis=1)
     mx.async_eval(decided)
     batch.set_offset(offset + accepted + 1)
     batch.evaluate_async()
-    return Choice(decided=decided, step=step, unread=unread and length > 0)
+    return decided
+
+
+def read_step(batch: Batch, step: OpenStep, decided: mx.array) -> Tokens:
+    """Wait for the tokens of a finished step."""
+    # An accepted draft token is the target's own choice, so the choices are the answer.
+    tokens = [tuple(row[1 : row[0] + 2]) for row in decided.tolist()]
+    if step.tokens > 1 and batch.head_caches and not step.head_length:
+        batch.backlog[-1] = batch.backlog[-1]._replace(counts=[len(each) for each in tokens])
+    return tokens
+
+
+def run_uncompiled_step(batch: Batch, target: Target) -> tuple[OpenStep, Tokens]:
+    """Advance every row by one token, for families whose steps are no pure functions of arrays."""
+    batch.reserve(1)
+    positions = [[row.context_tokens + row.position_offset] for row in batch.rows]
+    output = target.forward(
+        batch.last_tokens[:, None], batch.caches, mx.array(positions, dtype=mx.int32)
+    )
+    scores, rows = target.scores(output), len(batch.rows)
+    chosen = _choose(batch, scores, None)
+    batch.last_tokens = chosen[:, 0]
+    mx.async_eval(chosen)
+    batch.evaluate_async()
+    return OpenStep.plain(scores, rows), [tuple(row) for row in chosen.tolist()]
+
+
+def _choose(batch: Batch, scores: mx.array, drafts: mx.array | None) -> mx.array:
+    """Choose a token for every row and position, after the drafts [rows, L - 1]."""
+    rules = [row.token_rules(scores.shape[1] - 1) for row in batch.rows]
+    allowed = None
+    if any(rules):
+        # The device verifies while the host reads the drafts and finds the tokens allowed after
+        # each.
+        mx.async_eval(scores)
+        allowed = allowed_tokens(rules, scores.shape[-1], drafts)
+    return choose(scores, [row.sampling_context() for row in batch.rows], drafts, allowed)
 
 
 def _draft(
@@ -205,25 +199,3 @@ def draft_sources(
         DraftSource.FORCED if at < len(forced) and forced[at] >= 0 else drafted
         for at in range(limit)
     )
-
-
-def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
-    """Advance every row by one token, for families whose steps are no pure functions of arrays."""
-    batch.reserve(1)
-    positions = [[row.context_tokens + row.position_offset] for row in batch.rows]
-    output = target.forward(
-        batch.last_tokens[:, None], batch.caches, mx.array(positions, dtype=mx.int32)
-    )
-    scores = target.scores(output)
-    allowed = None
-    rules = [row.token_rules(0) for row in batch.rows]
-    if any(rules):
-        mx.async_eval(scores)
-        allowed = allowed_tokens(rules, scores.shape[-1])
-    contexts = [row.sampling_context() for row in batch.rows]
-    chosen = choose(scores, contexts, allowed=allowed)
-    batch.last_tokens = chosen[:, 0]
-    mx.async_eval(chosen)
-    batch.evaluate_async()
-    tokens = [tuple(row) for row in chosen.tolist()]
-    return StepResult(sources=[()] * len(tokens), tokens=tokens, scores=scores)

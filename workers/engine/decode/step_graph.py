@@ -11,13 +11,13 @@ States are lists of layers: `(keys, values)` of an attention, the slots of a rec
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+from functools import lru_cache, partial
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
+from workers.engine.decode.acceptance import accept_drafts
 from workers.engine.model.kv_cache import (
     History,
     KVCache,
@@ -58,27 +58,25 @@ class VerifyResult(NamedTuple):
 
 
 class StepGraph:
-    """Draft, verify and commit of a target, with or without its head; all lanes share one."""
+    """Draft, verify and commit of a target, with or without its head; all lanes share one.
+
+    The methods `_draft` to `_commit` are compiled: they read no value, and return only arrays.
+    """
 
     def __init__(
-        self,
-        target: Target,
-        head: MtpHead | None,
-        *,
-        compiles: CompiledPasses | None = None,
+        self, target: Target, head: MtpHead | None, *, compiles: CompiledPasses | None = None
     ) -> None:
         """Create the graph of a target; `compiles` replaces what is known of its passes."""
-        compiles = target.compiles if compiles is None else compiles
-        self._steps = steps = CompiledSteps()
         self.head = head
         self._target = target
         self._layers = target.new_caches()
         self._attends = [isinstance(cache, KVCache | FamilyWindow) for cache in self._layers]
-        self.draft = Compiled(self._trace_draft, steps)
-        self._compiles = compiles
-        self._compiled_verify = Compiled(self._trace_verify, steps)
-        self.commit = Compiled(self._trace_commit, steps)
-        self.settle = Compiled(self._trace_settle, steps)
+        self._compiles = target.compiles if compiles is None else compiles
+        self._steps = steps = CompiledSteps()
+        self.draft = steps.compiled(self._draft)
+        self._compiled_verify = steps.compiled(self._verify)
+        self.settle = steps.compiled(self._settle)
+        self.commit = steps.compiled(self._commit)
 
     def forget(self) -> None:
         """Compile everything anew: weights have been replaced."""
@@ -90,22 +88,25 @@ class StepGraph:
         """Run tokens [rows, L] through the target, at every row's cursor."""
         one = tokens.shape[1] == 1
         compiled = self._compiles.plain if one else self._compiles.verify
-        verify = self._compiled_verify if compiled else self._trace_verify
+        verify = self._compiled_verify if compiled else self._verify
         scores, hidden, layers = verify(tokens, state, offset, position_shift)
         return VerifyResult(scores, hidden if self._target.returns_hidden else None, layers)
 
-    def attention_state(self, layers: Layers, caches: Sequence[LayerCache]) -> State:
-        """Return the new states of the attention layers, and the old ones of the others."""
-        return [
-            tuple(layer) if attends else tuple(cache.state)
-            for attends, layer, cache in zip(self._attends, layers, caches, strict=True)
-        ]
+    def attended_state(self, caches: Sequence[LayerCache]) -> State:
+        """Return the states of the target's layers that the head reads."""
+        layers = self.head.attended_layers if isinstance(self.head, AssistantHead) else ()
+        return [tuple(caches[layer].state) for layer in layers]
 
-    def recurrent_layers(self, layers: Layers) -> Layers:
-        """Return the layers that are no attention."""
-        return [layer for attends, layer in zip(self._attends, layers, strict=True) if not attends]
+    def split(self, layers: Layers, caches: Sequence[LayerCache]) -> tuple[State, Layers]:
+        """Return the state with the attention layers after a verify, and the other layers.
 
-    def all_layers(self, caches: Sequence[LayerCache], recurrent: Layers) -> Layers:
+        The state has the recurrent layers as the caches have them.
+        """
+        parts = list(zip(self._attends, layers, caches, strict=True))
+        state = [tuple(layer) if attends else tuple(cache.state) for attends, layer, cache in parts]
+        return state, [layer for attends, layer, _ in parts if not attends]
+
+    def join(self, caches: Sequence[LayerCache], recurrent: Layers) -> Layers:
         """Return the attention layers that caches hold, between those that are none."""
         others = iter(recurrent)
         return [
@@ -120,9 +121,7 @@ class StepGraph:
             for attends, layer in zip(self._attends, layers, strict=True)
         ]
 
-    # --- compiled: these read no value, and return nothing but arrays -----------------------
-
-    def _trace_draft(
+    def _draft(
         self,
         seed: tuple[mx.array, mx.array, mx.array],
         head_state: State,
@@ -155,33 +154,23 @@ class StepGraph:
             drafts.append(draft(hidden))
         return mx.stack(drafts, axis=1), [cache.state for cache in caches]
 
-    def attended_state(self, caches: Sequence[LayerCache]) -> State:
-        """Return the states of the target's layers that the head reads."""
-        layers = self.head.attended_layers if isinstance(self.head, AssistantHead) else ()
-        return [tuple(caches[layer].state) for layer in layers]
-
-    def _trace_verify(
+    def _verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
     ) -> tuple[mx.array, mx.array, Layers]:
+        """Verify in one pass, or one per token where the layers record no history within a pass."""
         length = tokens.shape[1]
         positions = (offset + position_shift)[:, None] + mx.arange(length, dtype=mx.int32)
         if length == 1 or self._target.native_verify:
             caches = self._open(state, offset)
-            hidden = self._target.forward(tokens, caches, positions)
+            output = self._target.forward(tokens, caches, positions)
             layers = [
                 cache.history() if isinstance(cache, RecurrentCache) and length > 1 else cache.state
                 for cache in caches
             ]
-            return self._target.scores(hidden), hidden, layers
-        return self._trace_one_by_one(tokens, state, offset, positions)
-
-    def _trace_one_by_one(
-        self, tokens: mx.array, state: State, offset: mx.array, positions: mx.array
-    ) -> tuple[mx.array, mx.array, Layers]:
-        """Verify with one pass per token, where the layers record no history within a pass."""
+            return self._target.scores(output), output, layers
         steps: list[State] = []
         hidden, scores = [], []
-        for at in range(tokens.shape[1]):
+        for at in range(length):
             caches = self._open(steps[-1] if steps else state, offset + at)
             one = slice(at, at + 1)
             hidden.append(self._target.forward(tokens[:, one], caches, positions[:, one]))
@@ -193,7 +182,18 @@ class StepGraph:
         ]
         return mx.concatenate(scores, axis=1), mx.concatenate(hidden, axis=1), layers
 
-    def _trace_commit(
+    def _settle(
+        self, layers: Layers, chosen: mx.array, drafted: tuple[mx.array, mx.array]
+    ) -> tuple[mx.array, mx.array, State]:
+        """Accept some of the drafts [rows, k], of which [rows] count, and roll back the others.
+
+        Returns the number of accepted tokens [rows], the token after them [rows], which is in no
+        cache yet, and the state of the target.
+        """
+        accepted, last_tokens = accept_drafts(*drafted, chosen)
+        return accepted, last_tokens, self.roll_back(layers, accepted + 1, chosen.shape[1])
+
+    def _commit(
         self,
         layers: Layers,
         hidden: mx.array,
@@ -201,44 +201,27 @@ class StepGraph:
         drafted: tuple[mx.array, mx.array],
         head: tuple[State, mx.array],
     ) -> tuple[mx.array, mx.array, State, State, mx.array]:
-        """Accept the matching draft tokens row by row, and roll back the others.
+        """Settle the drafts of a head, given its caches and their cursors [rows].
 
-        `chosen` is [rows, k + 1]; `drafted` the drafts [rows, k] and their lengths [rows]; `head`
-        the head's caches and their cursors [rows]. Returns the number of accepted tokens [rows],
-        the token after them [rows], which is in no cache yet, the states of the target and of the
-        head, and the head's hidden state [rows, 1, width] that drafts the next token.
+        Returns the state of the head too, and its hidden state [rows, 1, width] that drafts the
+        next token.
         """
         assert self.head is not None
-        accepted, last_tokens, state = self._trace_settle(layers, chosen, drafted)
+        accepted, last_tokens, state = self._settle(layers, chosen, drafted)
         head_state, offset = head
-        length = chosen.shape[1]
         # The head's states for its own drafts are replaced by those for the target's choices. It
         # also reads the choices after a row's last token, which the row's cursor then excludes: one
         # pass for all rows costs less than one per row.
         caches = [RowCache(keys, values, offset) for keys, values in head_state]
-        positions = offset[:, None] + mx.arange(length, dtype=mx.int32)
+        positions = offset[:, None] + mx.arange(chosen.shape[1], dtype=mx.int32)
         read = self.head.forward(chosen, hidden, caches, positions)
         seed_hidden = mx.take_along_axis(read, accepted[:, None, None], axis=1)
         return accepted, last_tokens, state, [cache.state for cache in caches], seed_hidden
 
-    def _trace_settle(
-        self, layers: Layers, chosen: mx.array, drafted: tuple[mx.array, mx.array]
-    ) -> tuple[mx.array, mx.array, State]:
-        """Accept and roll back as `_trace_commit` does, for a batch that has no head."""
-        drafts, limits = drafted
-        length = chosen.shape[1]
-        within_limit = mx.arange(length - 1)[None] < limits[:, None]
-        matches = mx.logical_and(drafts == chosen[:, :-1], within_limit)
-        accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1)
-        last_tokens = mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
-        return accepted, last_tokens, self.roll_back(layers, accepted + 1, length)
-
     def _open(self, state: State, offset: mx.array) -> list[RowCache | RecurrentCache]:
         return [
-            _open_attention(cache, layer, offset)
-            if isinstance(cache, FamilyWindow | KVCache)
-            else RecurrentCache(layer)
-            for cache, layer in zip(self._layers, state, strict=True)
+            _open_attention(cache, layer, offset) if attends else RecurrentCache(layer)
+            for attends, cache, layer in zip(self._attends, self._layers, state, strict=True)
         ]
 
 
@@ -249,51 +232,32 @@ def _open_attention(cache: LayerCache, state: LayerState, offset: mx.array) -> R
 
 
 class CompiledSteps:
-    """What a graph keeps compiled; the least recently used is dropped.
+    """Functions that MLX compiles for each shape of their arguments, up to `COMPILED_STEPS`.
 
     MLX keeps what it has compiled for as long as it has the function, and that takes about 0.13 MB
     for each layer of a model: hundreds of shapes take gigabytes. So each shape of each function is
-    a function of its own.
+    a function of its own, and the least recently used is dropped.
     """
 
     def __init__(self) -> None:
-        """Keep nothing yet."""
-        self._compiled: OrderedDict[object, Callable[..., Any]] = OrderedDict()
+        # MLX knows a function by its address.
+        self._compile = lru_cache(COMPILED_STEPS)(lambda function, _: mx.compile(partial(function)))
 
-    def get(self, function: Callable[..., Any], shape: object) -> Callable[..., Any]:
-        """Return the compiled function for arguments of this shape."""
-        key = (function, shape)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            # MLX knows a function by its address.
-            compiled = self._compiled[key] = mx.compile(partial(function))
-            if len(self._compiled) > COMPILED_STEPS:
-                self._compiled.popitem(last=False)
-        else:
-            self._compiled.move_to_end(key)
-        return compiled
+    def compiled(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return `function`, which reads no value and returns only arrays, as compiled."""
+
+        def run(*arguments: P.args, **named: P.kwargs) -> R:
+            compiled: Callable[P, R] = self._compile(function, _shape_of(arguments))
+            return compiled(*arguments, **named)
+
+        return run
 
     def clear(self) -> None:
         """Keep nothing any more."""
-        self._compiled.clear()
+        self._compile.cache_clear()
 
     def __len__(self) -> int:
-        """Return how many are kept."""
-        return len(self._compiled)
-
-
-class Compiled(Generic[P, R]):
-    """A function that MLX compiles for each shape of its arguments."""
-
-    def __init__(self, function: Callable[P, R], steps: CompiledSteps) -> None:
-        """Compile `function`, which reads no value and returns nothing but arrays, when called."""
-        self._function = function
-        self._steps = steps
-
-    def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
-        """Call the function for the shapes of these arguments."""
-        compiled: Callable[P, R] = self._steps.get(self._function, _shape_of(arguments))
-        return compiled(*arguments, **named)
+        return self._compile.cache_info().currsize
 
 
 def _shape_of(argument: object) -> object:

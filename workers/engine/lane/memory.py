@@ -37,8 +37,6 @@ from workers.engine.model.windows import FamilyWindow, recent_tokens, ring_slots
 
 _PROBE_TOKENS = 16
 _MAX_SLOTS = 1 << 31
-GROWTH_TOKENS = 256
-"""Growth reserved for each row when another one joins, to avoid an early preemption."""
 _SHARE_FOR_CACHES = 0.9
 """Share of the memory beside the weights; the rest is for activations and pictures."""
 _SHARE_FOR_SCORES = 0.5
@@ -59,8 +57,6 @@ class MemoryEstimate:
     """Bytes at any length: recurrent states."""
     room_bytes: int
     """Limit for the caches of all rows."""
-    limit_bytes: int = 0
-    """Limit of the process."""
     draft_bytes: int = 0
     """Bytes that each drafting row needs in a verify: histories of recurrent states."""
     score_bytes: int = 0
@@ -134,24 +130,19 @@ def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) 
             keys, values = cache.state
             attention_bytes = (keys.nbytes + values.nbytes) // _PROBE_TOKENS
             token_bytes += attention_bytes
-            if not _fuses_attention(keys):
+            # A CPU has no fused kernel that reads several tokens.
+            fuses = mx.default_device() != mx.Device(mx.cpu) and keys.shape[-1] in _FUSED_WIDTHS
+            if not fuses:
                 score_bytes = 2 * target.attention_heads * keys.itemsize  # the softmax is another
     if head is not None:
         token_bytes += attention_bytes * len(head.new_caches())
-    limit_bytes = memory_limit_bytes()
-    free_bytes = limit_bytes - mx.get_active_memory()
+    free_bytes = max(memory_limit_bytes() - mx.get_active_memory(), 0)
     return MemoryEstimate(
         token_bytes=token_bytes,
         row_bytes=row_bytes,
-        room_bytes=int(_SHARE_FOR_CACHES * max(free_bytes, 0)),
-        limit_bytes=limit_bytes,
+        room_bytes=int(_SHARE_FOR_CACHES * free_bytes),
         draft_bytes=int((draft_tokens + _ROLLBACK_STATES) * row_bytes) if draft_tokens else 0,
         score_bytes=score_bytes,
-        max_score_bytes=int(_SHARE_FOR_SCORES * (1 - _SHARE_FOR_CACHES) * max(free_bytes, 0)),
+        max_score_bytes=int(_SHARE_FOR_SCORES * (1 - _SHARE_FOR_CACHES) * free_bytes),
         windows=tuple((size, slots) for slots, size in sorted(windows.items())),
     )
-
-
-def _fuses_attention(keys: mx.array) -> bool:
-    """Return whether reading several tokens stores no scores: none are on a CPU."""
-    return mx.default_device() != mx.Device(mx.cpu) and keys.shape[-1] in _FUSED_WIDTHS

@@ -11,50 +11,43 @@ between two of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+
+from workers.engine.decode.prefill import Prefill
 
 MAX_OVERTAKES = 3
 """Chunks in a row that are read out of turn."""
 
 
-class OpenPrompt(Protocol):
-    """A prompt that is partly read."""
-
-    @property
-    def remaining_tokens(self) -> int:
-        """Return how many tokens are still to be read."""
-
-
-P = TypeVar("P", bound=OpenPrompt)
-
-
-class PrefillQueue(Generic[P]):
+class PrefillQueue:
     """Open prompts of all lanes."""
 
     def __init__(self) -> None:
-        self._prompts: list[tuple[str, P]] = []
+        self._prompts: list[tuple[str, Prefill]] = []
         """With their lanes; first the one whose last chunk, or arrival, is the longest ago."""
         self._overtakes = 0
         """Chunks that have overtaken other prompts since one was read in turn."""
         self._delayed: set[str] = set()
         """Lanes that have not decoded since the last chunk."""
 
-    def of(self, lane: str) -> list[P]:
+    def __iter__(self) -> Iterator[Prefill]:
+        return (prompt for _, prompt in self._prompts)
+
+    def of(self, lane: str) -> list[Prefill]:
         """Return the open prompts of one lane."""
         return [prompt for owner, prompt in self._prompts if owner == lane]
 
-    def add(self, lane: str, prompt: P) -> None:
+    def add(self, lane: str, prompt: Prefill) -> None:
         """Add a prompt of a lane."""
         self._prompts.append((lane, prompt))
 
-    def remove(self, lane: str, ended: Callable[[P], bool] = lambda _: True) -> list[P]:
+    def remove(self, lane: str, ended: Callable[[Prefill], bool] = lambda _: True) -> list[Prefill]:
         """Remove and return the prompts of a lane that have ended."""
         removed = [prompt for prompt in self.of(lane) if ended(prompt)]
         self._prompts = [entry for entry in self._prompts if entry[1] not in removed]
         return removed
 
-    def next(self, lane: str, decoding: Iterable[str]) -> P | None:
+    def next(self, lane: str, decoding: Iterable[str]) -> Prefill | None:
         """Return the prompt to read now; None if it is another lane's, or rows must decode first.
 
         `decoding` are the lanes that have decoding rows.
@@ -66,7 +59,7 @@ class PrefillQueue(Generic[P]):
             owner, prompt = min(self._prompts, key=lambda entry: entry[1].remaining_tokens)
         return prompt if owner == lane else None
 
-    def record_chunk(self, prompt: P) -> None:
+    def record_chunk(self, prompt: Prefill) -> None:
         """Record that a chunk of a prompt has been read."""
         at = next(at for at, (_, other) in enumerate(self._prompts) if other is prompt)
         self._overtakes = self._overtakes + 1 if at else 0

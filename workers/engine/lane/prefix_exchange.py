@@ -14,8 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from paceline.protocol import PrefixCounts
 from workers.engine.decode.row import LoadedRange, Row
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.lane.thread import EngineThread
@@ -59,12 +60,11 @@ class PrefixExchange:
     def __init__(
         self,
         cache: PrefixCache,
-        thread: EngineThread[Any],
+        thread: EngineThread,
         layout: CacheLayout,
         fingerprint: str,
         *,
         cuttable: bool,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._thread = thread
@@ -73,7 +73,6 @@ class PrefixExchange:
         """Engines of the same model give their nodes to each other."""
         self._cuttable = cuttable
         """Whether a row of this model can start at any token."""
-        self._clock = clock
         self._pace = TransferPace()
         self._given = 0
         """Transfers to other engines that run."""
@@ -159,16 +158,17 @@ class PrefixExchange:
         try:
             await self._store_prefetched(row)
             for source in sources:
+                result: str = "moved"
                 try:
                     await self._take(source, row, startable, lane.counters.prefill_tokens_per_s)
                 except TransferFailed as failure:
-                    lane.counters.record_move(failure.reason)
+                    result = failure.reason
                     logger.info(
                         "prefix_transfer.ended source=%s reason=%s: %s",
-                        source.name, failure.reason, failure,
+                        source.name, result, failure,
                     )  # fmt: skip
-                else:
-                    lane.counters.record_move("moved")
+                lane.counters.add(prefix=PrefixCounts(moves={result: 1}))
+                if result == "moved":
                     return
         finally:
             ended.set()
@@ -195,8 +195,8 @@ class PrefixExchange:
         with_head = row.uses_head and self._layout.has_head
         known = self._cache.known_tokens(scope, tokens, with_head=with_head)
         limit_s = _reading_s(source.tokens - startable, read_tokens_per_s)
-        size_bytes = self._layout.size_bytes(source.tokens - known, snapshots=1)
-        expected_s = self._pace.estimate_s(source.name, size_bytes, self._clock())
+        size_bytes = self._layout.size_bytes(source.tokens - known)
+        expected_s = self._pace.estimate_s(source.name, size_bytes, time.monotonic())
         if expected_s is not None and expected_s > limit_s:
             raise TransferFailed("slower", f"{expected_s:.2f} s, reading {limit_s:.2f} s")
         query = PrefixQuery(
@@ -206,9 +206,9 @@ class PrefixExchange:
             known=known,
             with_head=with_head,
             run_bytes=RUN_BYTES,
-            run_limit_bytes=2 * RUN_BYTES + self._layout.size_bytes(MIN_TOKENS, snapshots=1),
+            run_limit_bytes=2 * RUN_BYTES + self._layout.size_bytes(MIN_TOKENS),
         )
-        transfer = _Transfer(query, known, self._clock())
+        transfer = _Transfer(query, known, time.monotonic())
         try:
             async with (
                 asyncio.timeout(limit_s) as deadline,
@@ -223,7 +223,7 @@ class PrefixExchange:
         except TimeoutError as error:
             raise TransferFailed("slower", f"more than {limit_s:.2f} s") from error
         finally:
-            now_s = self._clock()
+            now_s = time.monotonic()
             if transfer.received_bytes:
                 spent_s = now_s - transfer.begun_s
                 self._pace.record(source.name, transfer.received_bytes, spent_s, now_s)
@@ -233,23 +233,22 @@ class PrefixExchange:
     async def _store_runs(self, offer: PrefixOffer, transfer: _Transfer, limit_s: float) -> None:
         """Check and store the runs of an offer; raise `TransferFailed` if they fall behind."""
         query = transfer.query
-        size_bytes = self._layout.size_bytes(offer.tokens - query.known, snapshots=1)
+        size_bytes = self._layout.size_bytes(offer.tokens - query.known)
         if size_bytes > self._cache.limit_bytes:
             raise TransferFailed("too_large", f"{size_bytes} bytes")
         cuttable = self._cuttable and not query.with_head
-        transfer.begun_s = self._clock()
+        transfer.begun_s = time.monotonic()
         tokens = query.tokens[: offer.tokens]
         while transfer.at < offer.tokens:
             run = await anext(offer.runs, None)
             if run is None:
                 raise TransferFailed("failed", f"it ended after {transfer.at} tokens")
             self._layout.check(run, query, transfer.at)
-            store = partial(self._cache.insert, query.scope, tokens, [run])
-            if not await self._on_thread(store):
+            if not await self._on_thread(partial(self._cache.insert, query.scope, tokens, [run])):
                 raise TransferFailed("failed", "a run was not stored")
             transfer.at = run[0].end
             transfer.received_bytes += sum(array.nbytes for array in run[1].arrays.values())
-            pace_s = (self._clock() - transfer.begun_s) / transfer.received_bytes
+            pace_s = (time.monotonic() - transfer.begun_s) / transfer.received_bytes
             if pace_s * size_bytes > limit_s:
                 raise TransferFailed("slower", f"{pace_s * size_bytes:.2f} s")
             if transfer.at == offer.tokens and not (run[0].resumable or cuttable):

@@ -5,7 +5,7 @@ bounded time, and decodes one step of every batch. Only MLX blocks it. An error 
 other rows of its batch are requeued, and so is the row with the shortest answer when the rows grow
 beyond the memory. When an allocation fails, all rows of all lanes but the oldest are requeued, and
 all caches are given back; when the memory of the machine is short, caches are given back and rows
-wait (`memory_pressure.py`).
+wait (`admission.py`).
 
 Several prompts are open at once; `prefill_queue.py` says which is read next.
 """
@@ -15,25 +15,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 
 import mlx.core as mx
 
 from paceline.drain_rate import DrainRate, QueuePlace
-from paceline.lifecycle import trim_heap
-from paceline.protocol import whole_scope
+from paceline.protocol import PrefixCounts, whole_scope
 from paceline.request.profile import Bypass
 from workers.engine import types
 from workers.engine.decode.decoder import Decoder, Outcome, check_device
 from workers.engine.decode.draft_head import DraftHead
-from workers.engine.decode.memory_pressure import (
-    MemoryMonitor,
-    Pressure,
-    is_out_of_memory,
-)
+from workers.engine.decode.memory_pressure import MemoryReading, is_out_of_memory
 from workers.engine.decode.metrics import LaneCounters
 from workers.engine.decode.prefill import (
     Prefill,
@@ -46,12 +41,11 @@ from workers.engine.decode.prompt_lookup import PromptLookup
 from workers.engine.decode.row import Row
 from workers.engine.decode.sampler import choose
 from workers.engine.decode.step_graph import StepGraph
-from workers.engine.lane.memory import GROWTH_TOKENS, MemoryEstimate
+from workers.engine.lane.admission import Admission
 from workers.engine.lane.prefill_budget import PrefillBudget
-from workers.engine.lane.prefill_queue import PrefillQueue
 from workers.engine.lane.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
 from workers.engine.model.checkpoint import Checkpoint
-from workers.engine.prefix.cache import MIN_TOKENS, PrefixCache
+from workers.engine.prefix.cache import MIN_TOKENS
 from workers.engine.prefix.tree import RowState
 from workers.engine.text.grammar import allowed_tokens
 from workers.engine.text.tokenizer import PromptRenderer
@@ -79,60 +73,59 @@ A sampled row accepts a draft token that equals its own draw; each of several ch
 after its prefill a row with pictures is a text row with a position offset."""
 
 
+@dataclass(kw_only=True, eq=False)
+class EngineParts:
+    """What the lanes of an engine share."""
+
+    settings: types.LaneSettings
+    checkpoint: Checkpoint
+    prompts: PromptRenderer
+    admission: Admission
+    sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL
+    graph: StepGraph | None = None
+    """None lets each lane compile its own steps."""
+    clock: Callable[[], float] = time.perf_counter
+    lanes: list[LaneScheduler] = field(default_factory=list)
+
+
 class LaneScheduler:
     """Generations of one lane; used by the engine thread only, unless a method says otherwise."""
 
-    def __init__(
-        self,
-        name: types.LaneName,
-        checkpoint: Checkpoint,
-        prompts: PromptRenderer,
-        *,
-        prefix_cache: PrefixCache,
-        siblings: Sequence[LaneScheduler] = (),
-        draft_tokens: int,
-        max_rows: int,
-        prefill_chunk_tokens: int,
-        prefill_budget_s: float,
-        memory: MemoryEstimate,
-        monitor: MemoryMonitor | None = None,
-        sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
-        prefill_queue: PrefillQueue[Prefill] | None = None,
-        graph: StepGraph | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, name: types.LaneName, parts: EngineParts) -> None:
+        """Create a lane, and add it to those of the engine."""
+        settings, checkpoint = parts.settings, parts.checkpoint
+        draft_tokens, slots = settings.draft_tokens, settings.max_rows
         self.name = name
         self.ends = checkpoint.eos
         """Tokens by which the model ends an answer."""
-        self.counters = LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens)
-        self._target = checkpoint.target
+        self.counters = LaneCounters(name, slots=slots, draft_tokens=draft_tokens)
         head = checkpoint.head if draft_tokens else None
         self.has_head = head is not None
+        self._settings = settings
+        self._lanes = parts.lanes
+        self._admission = parts.admission
+        self._clock = parts.clock
+        self._sparse_prefill = parts.sparse_prefill
+        self._target = checkpoint.target
         self._head = DraftHead(head, self.counters)
-        self._clock = clock
-        self._prefix_cache = prefix_cache
-        self._siblings = siblings
-        self._max_rows = max_rows
-        self._prefill_budget = PrefillBudget(prefill_chunk_tokens, prefill_budget_s)
-        self._exact_chunk_tokens = min(prefill_chunk_tokens, EXACT_CHUNK_TOKENS)
-        self._memory = memory
-        self._monitor = monitor or MemoryMonitor()
-        self._sparse_prefill = sparse_prefill
+        self._prefill_budget = PrefillBudget(
+            settings.prefill_chunk_tokens, settings.prefill_budget_s
+        )
         self._waiting: deque[Row] = deque()
         self._drain_rate = DrainRate()
         self._draining = False
         """Whether rows wait because the lane is full, so that its rate shows."""
-        self._prefill_queue = prefill_queue or PrefillQueue()
         self._decoder = Decoder(
-            checkpoint, prompts, self._head, self.counters,
-            draft_tokens=draft_tokens, clock=clock,
-            store=self._store_answer, graph=graph,
+            checkpoint, parts.prompts, self._head, self.counters,
+            draft_tokens=draft_tokens, clock=parts.clock,
+            store=self._store_answer, graph=parts.graph,
         )  # fmt: skip
+        self.looks_up = self._decoder.looks_up
+        """Whether rows draft by prompt lookup."""
+        parts.admission.decoders[name] = self._decoder
+        parts.lanes.append(self)
 
-    @property
-    def looks_up(self) -> bool:
-        """Return whether rows draft by prompt lookup."""
-        return self._decoder.looks_up
+    # --- state, which any thread may read ---------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -142,7 +135,7 @@ class LaneScheduler:
     @property
     def prefills(self) -> list[Prefill]:
         """Return the open prefills."""
-        return self._prefill_queue.of(self.name)
+        return self._admission.prefills.of(self.name)
 
     @property
     def running_rows(self) -> int:
@@ -151,41 +144,35 @@ class LaneScheduler:
 
     @property
     def waiting_rows(self) -> int:
-        """Return the number of queued rows; safe from any thread."""
+        """Return the number of queued rows."""
         return len(self._waiting)
 
     @property
     def retry_after_s(self) -> float:
-        """Return when a request that the full queue rejects may return; safe from any thread."""
-        waiting, running = len(self._waiting), self._max_rows
-        return self._drain_rate.retry_after_s(waiting, self._clock(), running)
+        """Return when a request that the full queue rejects may return."""
+        waiting, slots = len(self._waiting), self.counters.slots
+        return self._drain_rate.retry_after_s(waiting, self._clock(), slots)
+
+    def check_room(self, reading: MemoryReading) -> None:
+        """Raise `EngineBusy` for a full queue, or `MemoryShort` at critical pressure."""
+        if self.waiting_rows >= self._settings.queue_limit:
+            raise types.EngineBusy(self.retry_after_s)
+        reading.check()
 
     def queue_place(self, generation: types.Generation) -> QueuePlace | None:
-        """Return the place of a generation in the queue; None if it waits no more.
-
-        Safe from any thread.
-        """
-        waiting = enumerate(tuple(self._waiting), 1)
-        number = next((at for at, row in waiting if row.generation is generation), None)
-        if number is None:
-            return None
-        return self._drain_rate.place(number, self._clock(), self._max_rows)
-
-    @property
-    def _full(self) -> bool:
-        return len(self.prefills) + self.running_rows >= self._max_rows
-
-    def tokens_in_prefill(self, row: Row) -> int:
-        """Return how many tokens of a queued row a prefill will soon add to the prefix cache."""
-        return max((prefill.tokens_for(row) for prefill in self.prefills), default=0)
+        """Return the place of a generation in the queue; None if it waits no more."""
+        for number, row in enumerate(tuple(self._waiting), 1):
+            if row.generation is generation:
+                return self._drain_rate.place(number, self._clock(), self.counters.slots)
+        return None
 
     def cached_tokens(self, row: Row) -> int:
-        """Return how many tokens of a row are in the prefix cache; safe from any thread."""
-        match = find_prefix(row, self._target, self._head.usable, self._prefix_cache)
+        """Return how many tokens of a row are in the prefix cache."""
+        match = find_prefix(row, self._target, self._head.usable, self._admission.prefix_cache)
         return match.tokens if match else 0
 
     def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
-        """Return why a generation must not speculate in this lane; safe from any thread."""
+        """Return why a generation must not speculate in this lane."""
         if not (self.has_head or self.looks_up):
             return generation.bypass
         reasons = tuple(one for one in generation.bypass if one not in DRAFTABLE_BYPASSES)
@@ -193,10 +180,11 @@ class LaneScheduler:
             reasons = (*reasons, Bypass.HEAD_UNHEALTHY)
         return reasons
 
-    def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
+    # --- the steps of the engine thread -----------------------------------------------------------
+
+    def rows_by_batch(self) -> list[list[Row]]:
         """Return the rows with caches, grouped by the batch that they are in or will join."""
-        in_prefill = (prefill.row for prefill in self.prefills)
-        return self._decoder.rows_by_batch(*in_prefill, *newcomers)
+        return self._admission.rows_by_batch(self.name)
 
     def add(self, row: Row) -> None:
         """Queue a row."""
@@ -205,13 +193,25 @@ class LaneScheduler:
             self._draining = True
             self._drain_rate.begin(self._clock())
         self._waiting.append(row)
-        self._estimate(row)
+        row.expected_tokens = self.cached_tokens(row)
+        self._update_occupancy()
+
+    def step(self) -> None:
+        """Admit rows, read prompts for a while, and decode one step of every row."""
+        self._drop_cancelled()
+        self._admission.relieve()
+        self._admit()
+        self._preempt()
+        decoded = self._read_prompts()
+        if not decoded:
+            for outcome in self._decoder.step(ahead=self.decodes_alone):
+                self._apply(outcome)
+        self._admission.prefills.record_decode(self.name)
         self._update_occupancy()
 
     def stop_caching(self, scope: str | None) -> None:
         """Store nothing more of the rows of an isolation scope; None: of all rows."""
-        rows = [*self._waiting, *chain(*self.rows_by_batch())]
-        for row in rows:
+        for row in self._rows():
             if scope in (None, whole_scope(row.prompt.scope or "")):
                 row.prompt = replace(row.prompt, scope=None)
                 row.prefetched, row.cacheable = (), False
@@ -220,30 +220,23 @@ class LaneScheduler:
             if prefill.row.prompt.scope is None:
                 prefill.boundaries = []
 
-    def step(self) -> None:
-        """Drop cancelled rows, read prompts for a while, and decode one step of every row."""
-        self._drop_cancelled()
-        self.relieve()
-        self._admit()
-        self._evict()
-        has_decoded = False
-        if self.prefills:  # the device does nothing else meanwhile, and rows can join
-            has_decoded = self.finish_open_steps()
-            for lane in self._lanes[1:]:
-                lane.finish_open_steps()
-        self._read_prompts()
-        if not has_decoded:
-            for outcome in self._decoder.step(ahead=self.decodes_alone):
-                self._apply(outcome)
-        self._prefill_queue.record_decode(self.name)
-        self._update_occupancy()
+    def close(self, reason: types.EngineError) -> None:
+        """End every row with this error, and write the prefix cache to disk."""
+        self._admission.prefix_cache.flush()
+        rows = self._rows()
+        self._waiting.clear()
+        self._admission.prefills.remove(self.name)
+        self._decoder.remove(lambda _: True)
+        for row in rows:
+            self.counters.record_finish(row)
+            row.sink(reason)
 
-    def finish_open_steps(self) -> bool:
-        """Finish the steps that have begun; return whether there were any."""
-        outcomes = list(self._decoder.finish_open_steps())
-        for outcome in outcomes:
-            self._apply(outcome)
-        return bool(outcomes)
+    def _rows(self) -> list[Row]:
+        return [*self._waiting, *chain(*self.rows_by_batch())]
+
+    @property
+    def _full(self) -> bool:
+        return len(self.prefills) + self.running_rows >= self.counters.slots
 
     @property
     def decodes_alone(self) -> bool:
@@ -251,51 +244,14 @@ class LaneScheduler:
 
         A step that has begun would otherwise count as time of another lane, or of a prompt.
         """
-        lanes = self._lanes
-        return not any(lane.prefills for lane in lanes) and not any(
-            lane.running_rows for lane in lanes[1:]
-        )
-
-    def relieve(self) -> None:
-        """Give back caches while the memory of the machine is short, once for each reading.
-
-        Freed memory goes first, then as many cached prefixes as exceed the limit.
-        """
-        reading = self._monitor.reading()
-        if reading is self._monitor.relieved or reading.pressure is Pressure.NORMAL:
-            return
-        mx.clear_cache()
-        trim_heap()
-        reading = self._monitor.reading(fresh=True)
-        if reading.pressure is Pressure.CRITICAL:
-            self._give_back(0)
-        elif reading.excess_bytes:
-            self._give_back(max(self._prefix_cache.size_bytes - reading.excess_bytes, 0))
-        self._monitor.relieved = self._monitor.reading(fresh=True)
-
-    def _give_back(self, kept_bytes: int) -> None:
-        """Give back cached prefixes but for `kept_bytes`, features of pictures, and buffers."""
-        self._prefix_cache.evict_to(kept_bytes)
-        self._target.picture_features.drop(None)
-        mx.clear_cache()
-        trim_heap()
-
-    def close(self, reason: types.EngineError) -> None:
-        """End every row with this error, and write the prefix cache to disk."""
-        self._prefix_cache.flush()
-        rows = [*self._waiting, *chain(*self.rows_by_batch())]
-        self._waiting.clear()
-        self._prefill_queue.remove(self.name)
-        self._decoder.clear()
-        for row in rows:
-            self.counters.record_finish(row)
-            row.sink(reason)
+        others = (lane for lane in self._lanes if lane is not self)
+        return not any(self._admission.prefills) and not any(lane.running_rows for lane in others)
 
     def _drop_cancelled(self) -> None:
         cancelled = [row for row in self._waiting if row.cancelled]
         for row in cancelled:
             self._waiting.remove(row)
-        removed = self._prefill_queue.remove(self.name, lambda prefill: prefill.row.cancelled)
+        removed = self._admission.prefills.remove(self.name, lambda one: one.row.cancelled)
         cancelled += [prefill.row for prefill in removed]
         cancelled += self._decoder.remove(lambda row: row.cancelled)
         for row in cancelled:
@@ -305,111 +261,92 @@ class LaneScheduler:
         """Open prefills of queued rows while there is room.
 
         A row whose beginning another prefill is about to read waits for it, and holds up nobody. A
-        row that the memory has no room for holds up all behind it, or it would wait for ever. A row
-        alone always starts: the engine has rejected prompts that exceed the memory.
+        row that the memory has no room for holds up all behind it, or it would wait for ever.
         """
         for row in tuple(self._waiting):
             if self._full:
                 return
-            in_prefill = max(lane.tokens_in_prefill(row) for lane in self._lanes)
+            in_prefill = max((one.tokens_for(row) for one in self._admission.prefills), default=0)
             if in_prefill - row.expected_tokens >= MIN_TOKENS:
                 continue  # in a few steps the prefix cache will have it
-            if self._rows_in_all_lanes and (
-                self._monitor.pressure is not Pressure.NORMAL
-                or self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0
-            ):
+            if not self._admission.has_room(row):
                 return  # rows that end will free memory
             self._waiting.remove(row)
             if self._draining:
-                self._drain_rate.record(self._clock(), self._max_rows)
+                self._drain_rate.record(self._clock(), self.counters.slots)
                 self._draining = bool(self._waiting)
             self._open_prefill(row)
 
     def _open_prefill(self, row: Row) -> None:
-        if row.exact and len(row.answer) > 1:
+        if row.generation.exact and len(row.answer) > 1:
             # To read the answer in one pass rounds otherwise than to decode it.
             self._fail([row], RuntimeError("An exact answer has lost its caches."))
             return
         try:
-            head = None if row.exact else self._head.usable
-            prefill = start_prefill(row, self._target, head, self._prefix_cache)
+            head = None if row.generation.exact else self._head.usable
+            prefill = start_prefill(row, self._target, head, self._admission.prefix_cache)
             if not row.begun and (row.cached_tokens or prefill.boundaries):
                 saved_s = self._prefill_budget.best_case_s(row.cached_tokens)
                 self.counters.record_prefix_lookup(row, saved_s)
             self._sparse_prefill.start_scoring(prefill, self.counters)
-            self._prefill_queue.add(self.name, prefill)
+            self._admission.prefills.add(self.name, prefill)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._end_or_requeue([row], error)
 
-    @property
-    def _lanes(self) -> list[LaneScheduler]:
-        """Return this lane and its siblings."""
-        return [self, *(lane for lane in self._siblings if lane is not self)]
-
-    @property
-    def _rows_in_all_lanes(self) -> int:
-        return sum(len(rows) for lane in self._lanes for rows in lane.rows_by_batch())
-
-    def _free_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
-        """Return the bytes that the rows of all lanes leave, each grown by `growth_tokens`."""
-        used_bytes = self._used_bytes(*newcomers, growth_tokens=growth_tokens)
-        return self._monitor.room_bytes(self._memory.room_bytes) - used_bytes
-
-    def _used_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
-        """Return the bytes that the rows of all lanes take, each grown by `growth_tokens`."""
-        batches = self.rows_by_batch(*newcomers)
-        for lane in self._lanes[1:]:
-            batches += lane.rows_by_batch()
-        tokens = [[row.slots_after(growth_tokens) for row in rows] for rows in batches]
-        unread = [prefill.row for lane in self._lanes for prefill in lane.prefills]
-        longest = max((row.slots_used for row in (*unread, *newcomers)), default=0)
-        memory = self._memory
-        used_bytes = memory.batch_cache_bytes(tokens) + memory.reading_bytes(longest)
-        return used_bytes + sum(
-            memory.step_bytes(drafts=row.draft_tokens > 0) for rows in batches for row in rows
-        )
-
-    def _evict(self) -> None:
+    def _preempt(self) -> None:
         """Preempt rows that together exceed the memory, and evict cached prefixes for the rest."""
         # One row always stays, so that some answer completes.
         while (
-            (free_bytes := self._free_bytes()) < 0
+            (free_bytes := self._admission.free_bytes()) < 0
             and self.running_rows
-            and self._rows_in_all_lanes > 1
+            and len(self._admission.rows()) > 1
         ):
             self._waiting.appendleft(self._decoder.preempt())
-        self._prefix_cache.evict_to(max(free_bytes, 0))
+        self._admission.prefix_cache.evict_to(max(free_bytes, 0))
 
-    def _read_prompts(self) -> None:
-        """Read prompts until the budget of a step is spent, or one needs further steps."""
+    def _read_prompts(self) -> bool:
+        """Read prompts until the budget of a step is spent, or one needs further steps.
+
+        Steps that have begun are finished before, since the device does nothing else meanwhile, and
+        rows can join. Returns whether rows of this lane have decoded one.
+        """
+        if not self.prefills:
+            return False
+        decoded = self.finish_open_steps()
+        for lane in self._lanes:
+            if lane is not self:
+                lane.finish_open_steps()
+        queue, memory = self._admission.prefills, self._admission.memory
         begun_s, spent_s, has_read = self._clock(), 0.0, False
         decoding = [lane.name for lane in self._lanes if lane.running_rows]
         budget = partial(self._prefill_budget.chunk_tokens, others_decode=bool(decoding))
         whole = False
-        while not whole:
-            prefill = self._prefill_queue.next(self.name, decoding)
-            if prefill is None:
-                break
-            chunk_tokens = min(
-                budget(context_tokens=prefill.read_count, spent_s=spent_s),
-                self._memory.max_chunk_tokens(prefill.read_count),
-            )
+        while not whole and (prefill := queue.next(self.name, decoding)) is not None:
+            most = memory.max_chunk_tokens(prefill.read_count)
+            chunk_tokens = min(budget(context_tokens=prefill.read_count, spent_s=spent_s), most)
             if has_read and chunk_tokens < prefill.next_tokens:
                 break
-            if prefill.row.exact:  # in the same chunks whatever else runs
-                chunk_tokens = self._memory.max_chunk_tokens(prefill.read_count)
-                chunk_tokens = min(chunk_tokens, self._exact_chunk_tokens)
-            self._prefill_queue.record_chunk(prefill)
+            if prefill.row.generation.exact:  # in the same chunks whatever else runs
+                chunk_tokens = min(most, self._settings.prefill_chunk_tokens, EXACT_CHUNK_TOKENS)
+            queue.record_chunk(prefill)
             whole = self._advance_prefill(prefill, chunk_tokens)
             has_read, spent_s = True, self._clock() - begun_s
         if has_read:
-            self._prefill_queue.end_reading(lane.name for lane in self._lanes)
+            queue.end_reading(lane.name for lane in self._lanes)
+        return decoded
+
+    def finish_open_steps(self) -> bool:
+        """Finish the steps that have begun; return whether there were any."""
+        outcomes = list(self._decoder.finish_open_steps())
+        for outcome in outcomes:
+            self._apply(outcome)
+        return bool(outcomes)
 
     def _advance_prefill(self, prefill: Prefill, chunk_tokens: int) -> bool:
         """Read a chunk of a prompt; return whether it needs further ones of this size."""
         row, whole = prefill.row, chunk_tokens < prefill.next_tokens
         try:
-            self._prefill_chunk(prefill, chunk_tokens, whole=whole)
+            self._read_chunk(prefill, chunk_tokens, whole=whole)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._close_prefill(prefill)
             self._end_or_requeue([row], error)
@@ -432,18 +369,10 @@ class LaneScheduler:
             )
         return whole
 
-    def _index(self, row: Row) -> None:
-        """Index what prompt lookup may draft from: the scope's other texts, prompt and answer."""
-        if row.looks_up and row.draft_tokens and row.lookup is None:
-            prompt = row.prompt
-            others = self._prefix_cache.other_texts(prompt.scope, prompt.identity)
-            row.lookup = PromptLookup([*others, prompt.identity])
-            row.lookup.extend(row.answer)
-
     def _close_prefill(self, prefill: Prefill) -> None:
-        self._prefill_queue.remove(self.name, lambda other: other is prefill)
+        self._admission.prefills.remove(self.name, lambda other: other is prefill)
 
-    def _prefill_chunk(self, prefill: Prefill, chunk_tokens: int, *, whole: bool) -> None:
+    def _read_chunk(self, prefill: Prefill, chunk_tokens: int, *, whole: bool) -> None:
         """Read one chunk, or let the draft model score one; choose the first token at the end."""
         row = prefill.row
         before, begun_s = prefill.read_count, self._clock()
@@ -458,25 +387,35 @@ class LaneScheduler:
         if head_error is not None:
             self._head.record_error(head_error)
             self._head.disable_for(row)
-        self._store_prefix(prefill)
-        if prefill.complete and not row.answer:
-            if row.prompt_logprobs is not None:
-                row.sink(types.PromptScored(logprobs=tuple(row.prompt_logprobs.logprobs)))
-            if not row.max_tokens:
-                row.finish_reason = types.FinishReason.LENGTH
-                return
-            assert prefill.scores is not None
-            allowed = allowed_tokens([row.token_rules(0)], prefill.scores.shape[-1])
-            token = int(choose(prefill.scores, [row.sampling_context()], allowed=allowed).item())
-            self._decoder.append_first_token(row, prefill.scores[0], token)
-
-    def _store_prefix(self, prefill: Prefill) -> None:
-        """Store what has been read up to a boundary."""
         if prefill.boundaries and prefill.boundaries[0] == prefill.read_count:
-            tokens = prefill.boundaries.pop(0)
-            prefix = prefill.row.prompt.prefix
-            key = prefix.key if prefix and prefix.tokens == tokens else ""
-            self._store(prefill.row, tokens, prefill.state, key)
+            end = prefill.boundaries.pop(0)
+            prefix = row.prompt.prefix
+            key = prefix.key if prefix and prefix.tokens == end else ""
+            self._store(row, end, prefill.state, key)
+        if prefill.complete and not row.answer:
+            self._begin_answer(prefill)
+
+    def _begin_answer(self, prefill: Prefill) -> None:
+        """Choose the token that follows a prompt."""
+        row, scores = prefill.row, prefill.scores
+        if row.prompt_logprobs is not None:
+            row.sink(types.PromptScored(logprobs=tuple(row.prompt_logprobs.logprobs)))
+        if not row.max_tokens:
+            row.finish_reason = types.FinishReason.LENGTH
+            return
+        assert scores is not None
+        allowed = allowed_tokens([row.token_rules(0)], scores.shape[-1])
+        token = int(choose(scores, [row.sampling_context()], allowed=allowed).item())
+        logprobs = self._decoder.logprobs(row, scores[0], [token])
+        row.append_tokens([token], logprobs, now_s=self._clock())
+
+    def _index(self, row: Row) -> None:
+        """Index what prompt lookup may draft from: the scope's other texts, prompt and answer."""
+        if row.looks_up and row.draft_tokens and row.lookup is None:
+            prompt = row.prompt
+            others = self._admission.prefix_cache.other_texts(prompt.scope, prompt.identity)
+            row.lookup = PromptLookup([*others, prompt.identity])
+            row.lookup.extend(row.answer)
 
     def _store_answer(self, row: Row, state: Callable[[], RowState]) -> None:
         """Store what the caches hold of a row whose answer has ended."""
@@ -485,31 +424,29 @@ class LaneScheduler:
             prompt = row.prompt
             if row.cacheable and prompt.turn_tokens:
                 turn = prompt.identity[: prompt.turn_tokens]
-                self._prefix_cache.name_turn(prompt.scope, turn, prompt.turn_key)
+                self._admission.prefix_cache.name_turn(prompt.scope, turn, prompt.turn_key)
 
     def _store(self, row: Row, tokens: int, state: Callable[[], RowState], key: str = "") -> None:
-        if not row.cacheable or self._monitor.pressure is not Pressure.NORMAL:
+        if not row.cacheable or self._admission.short:
             return
         try:
-            stored = self._prefix_cache.store(
+            stored = self._admission.prefix_cache.store(
                 row.prompt.scope,
                 context_of(row)[:tokens],
                 state(),
-                room_bytes=max(self._free_bytes(), 0),
+                room_bytes=max(self._admission.free_bytes(), 0),
                 key=key,
             )
             if stored:
                 row.stored_tokens = max(row.stored_tokens, min(tokens, len(row.prompt.tokens)))
             else:
-                self.counters.record_too_large()
+                self.counters.add(prefix=PrefixCounts(too_large=1))
         except Exception:
             logger.exception("prefix_cache.store_failed lane=%s", self.name)
         for waiting in islice(self._waiting, _ESTIMATED_ROWS):
-            self._estimate(waiting)
+            waiting.expected_tokens = self.cached_tokens(waiting)
 
-    def _estimate(self, row: Row) -> None:
-        """Count the tokens of a queued row that are in the prefix cache."""
-        row.expected_tokens = self.cached_tokens(row)
+    # --- the ends of rows -------------------------------------------------------------------------
 
     def _apply(self, outcome: Outcome) -> None:
         """Finish and fail the rows that ended; requeue the others first in the queue."""
@@ -531,17 +468,17 @@ class LaneScheduler:
         if not is_out_of_memory(error):
             self._fail(rows, error)
             return
-        others = [row for lane in self._lanes for row in chain(*lane.rows_by_batch())]
-        held = [*rows, *(row for row in others if row not in rows)]
+        admission = self._admission
+        held = [*rows, *(row for row in admission.rows() if row not in rows)]
         logger.warning("lane.out_of_memory lane=%s rows=%d error=%s", self.name, len(held), error)
-        self._monitor.record_failed_allocation(self._used_bytes(*rows))
+        admission.monitor.record_failed_allocation(admission.used_bytes(*rows))
         oldest = min(held, key=lambda row: row.arrival)
         alone = len(held) == 1
         ended = rows if alone and oldest.starved else []
         oldest.starved = alone
         for lane in self._lanes:
             lane.send_back(oldest, lost=rows if lane is self and not ended else ())
-        self._give_back(0)
+        admission.give_back(0)
         if ended:
             self._fail(ended, error)
 
@@ -550,13 +487,13 @@ class LaneScheduler:
 
         A batch that keeps the one frees the memory of the others in its next step.
         """
-        prefills = self._prefill_queue.remove(self.name, lambda prefill: prefill.row is not kept)
+        prefills = self._admission.prefills.remove(self.name, lambda one: one.row is not kept)
         decoding = self._decoder.remove(lambda row: row is not kept)
         rows = [*lost, *(prefill.row for prefill in prefills), *decoding]
         self._waiting.extendleft(sorted(rows, key=lambda row: -row.arrival))
 
     def _finish(self, row: Row) -> None:
-        self._monitor.record_answer(self._memory.room_bytes)
+        self._admission.monitor.record_answer(self._admission.memory.room_bytes)
         # The counts come first: a client may read them as soon as its answer has ended.
         self.counters.record_finish(row)
         self._update_occupancy()

@@ -12,14 +12,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from paceline.protocol import SpecPrefillCounts
 from workers.engine.decode.metrics import LaneCounters
 from workers.engine.decode.prefill import Prefill
-from workers.engine.decode.prompt_scorer import (
+from workers.engine.decode.spec_prefill import (
     LOOK_AHEAD_TOKENS,
+    FullPrefillReason,
     PromptScoring,
+    ScoringRange,
+    choose_scoring_range,
     draft_incompatibility,
 )
-from workers.engine.decode.spec_prefill import FullPrefillReason, choose_scoring_range
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.model_folder import refusing
 from workers.engine.model.target import Target
@@ -57,25 +60,27 @@ class SparsePrefill:
             row.skipped_tokens = 0  # a requeued row is read in full
             return
         options = row.generation.spec_prefill
-        if row.exact:
+        if row.generation.exact:
             options = replace(options, sparse=False)
-        if self.settings is None or self.draft is None:
-            if options.sparse or (self.settings and options.sparse is None):
-                counters.record_full_prefill(FullPrefillReason.NO_DRAFT)
+        reason = FullPrefillReason.NO_DRAFT
+        if self.settings is not None and self.draft is not None:
+            system = row.prompt.prefix.tokens if row.prompt.prefix else 0
+            scope = choose_scoring_range(
+                self.settings,
+                options,
+                draft_context_tokens=self.draft_context_tokens - LOOK_AHEAD_TOKENS,
+                prompt_tokens=len(row.prompt.tokens),
+                cached_tokens=row.cached_tokens,
+                prefix_tokens=system if system in prefill.boundaries else 0,
+                pictures=prefill.prompt_embedding is not None,
+            )
+            if isinstance(scope, ScoringRange):
+                prefill.scoring = PromptScoring(self.draft, row.prompt.tokens, scope)
+                return
+            reason = scope
+        elif not options.sparse and (self.settings is None or options.sparse is False):
             return
-        scope = choose_scoring_range(
-            self.settings,
-            options,
-            draft_context_tokens=self.draft_context_tokens - LOOK_AHEAD_TOKENS,
-            prompt_tokens=len(row.prompt.tokens),
-            cached_tokens=row.cached_tokens,
-            prefix_tokens=prefill.system_tokens,
-            pictures=prefill.prompt_embedding is not None,
-        )
-        if isinstance(scope, FullPrefillReason):
-            counters.record_full_prefill(scope)
-        else:
-            prefill.scoring = PromptScoring(self.draft, row.prompt.tokens, scope)
+        counters.add(spec_prefill=SpecPrefillCounts(full_prefills={reason: 1}))
 
     def score_chunk(self, prefill: Prefill, chunk_tokens: int, counters: LaneCounters) -> None:
         """Let the draft model read one more chunk; apply its selection at the end."""
@@ -84,10 +89,10 @@ class SparsePrefill:
         try:
             scoring.advance(chunk_tokens)
         except Exception as error:  # the target can read without a selection
-            logger.warning(
-                "spec_prefill.failed request_id=%s", row.generation.request_id, exc_info=error
-            )
-            counters.record_full_prefill(FullPrefillReason.DRAFT_FAILED)
+            request_id = row.generation.request_id
+            logger.warning("spec_prefill.failed request_id=%s", request_id, exc_info=error)
+            reason = FullPrefillReason.DRAFT_FAILED
+            counters.add(spec_prefill=SpecPrefillCounts(full_prefills={reason: 1}))
             prefill.scoring = None
             return
         if scoring.selected is None:
@@ -98,7 +103,12 @@ class SparsePrefill:
         # What is read sparsely must not be cached.
         prefill.boundaries = [end for end in prefill.boundaries if end <= scoring.scope.begin]
         scored = scoring.scope.end - scoring.scope.begin
-        counters.record_sparse_prefill(scored=scored, selected=scored - row.skipped_tokens)
+        selected = scored - row.skipped_tokens
+        counters.add(
+            spec_prefill=SpecPrefillCounts(
+                prompts=1, scored_tokens=scored, selected_tokens=selected
+            )
+        )
 
 
 NO_SPARSE_PREFILL = SparsePrefill()

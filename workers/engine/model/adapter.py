@@ -34,33 +34,24 @@ class _Pair(NamedTuple):
     second: mx.array
 
 
-def adapter_files(folder: Path) -> tuple[Path, Path]:
-    """Return configuration and weights of an adapter; raise `ModelUnusable` without them."""
+def apply_adapter(model: nn.Module, folder: Path) -> int:
+    """Add an adapter to a loaded model; return the number of adapted layers.
+
+    Raises `ModelUnusable` with the reason if it does not fit, or is none.
+    """
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None or not (folder / _CONFIG).is_file():
         raise ModelUnusable(
             f"The folder {folder} holds no LoRA adapter: it needs {_CONFIG} and "
             f"{' or '.join(_WEIGHTS)}."
         )
-    return folder / _CONFIG, weights
-
-
-def apply_adapter(model: nn.Module, folder: Path) -> int:
-    """Add an adapter to a loaded model; return the number of adapted layers.
-
-    Raises `ModelUnusable` with the reason if it does not fit.
-    """
-    config_path, weights_path = adapter_files(folder)
     try:
-        scale = _scale(read_object(config_path))
-        with safe_open(weights_path, framework="numpy"):  # checks the header, which MLX trusts
+        scale = _scale(read_object(folder / _CONFIG))
+        with safe_open(weights, framework="numpy"):  # checks the header, which MLX trusts
             pass
-        pairs = dict(_pairs(mx.load(str(weights_path))))
         layers = dict(model.named_modules())
-        adapted = [
-            (name, _adapt(layers[name], pair, scale))
-            for name, pair in ((_find(layer, layers), pair) for layer, pair in pairs.items())
-        ]
+        named = [(_find(name, layers), pair) for name, pair in _pairs(mx.load(str(weights)))]
+        adapted = [(name, _adapt(layers[name], pair, scale)) for name, pair in named]
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise ModelUnusable(f"The adapter in {folder} does not fit the model: {error}.") from error
     model.update_modules(tree_unflatten(adapted))

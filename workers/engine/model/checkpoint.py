@@ -18,14 +18,13 @@ from transformers import AutoConfig
 from paceline.protocol import SamplingDefaults
 from workers.engine.model.adapter import apply_adapter
 from workers.engine.model.device import cast_for_device
-from workers.engine.model.model_folder import check_folder, forbid_code
+from workers.engine.model.model_folder import check_folder, forbid_code, positive
 from workers.engine.model.mtp_head import MtpHead, load_own_head, load_separate_head
 from workers.engine.model.target import Target
 from workers.engine.types import ModelUnusable, WeightType
 
 logger = logging.getLogger(__name__)
 
-_MAX_TOKENS = 1 << 31
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAST_WITHOUT_BFLOAT16 = 14
 
@@ -74,7 +73,11 @@ def load_checkpoint(
     config = check_folder(path)
     forbid_code()
     model, processor = load(str(path), trust_remote_code=False)
-    _cast(model, dtype, str(config.get("model_type", "")))
+    architecture = str(mx.device_info().get("architecture", ""))
+    chosen = choose_dtype(dtype, str(config.get("model_type", "")), architecture)
+    if chosen is not None:
+        model.set_dtype(getattr(mx, chosen), lambda kind: kind in (mx.float16, mx.bfloat16))
+    cast_for_device(model)
     if adapter is not None:
         apply_adapter(model, adapter)
         cast_for_device(model)
@@ -102,12 +105,12 @@ def read_facts(
     return ModelFacts(
         processor=processor,
         eos=_end_tokens(config, generation, processor),
-        vocabulary=_count("vocab_size", _text_value(path, config, target, "vocab_size")),
-        context_tokens=_count(
+        vocabulary=positive("vocab_size", _text_value(path, config, target, "vocab_size")),
+        context_tokens=positive(
             "max_position_embeddings",
             _text_value(path, config, target, "max_position_embeddings") or 4096,
         ),
-        default_max_tokens=_count("max_new_tokens", limit) if limit is not None else None,
+        default_max_tokens=positive("max_new_tokens", limit) if limit is not None else None,
         sampling=_sampling(generation),
         family=str(config.get("model_type", "unknown")),
     )
@@ -139,21 +142,11 @@ def _text_value(path: Path, config: dict[str, Any], target: Target | None, name:
         return config[name]
     try:
         text = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-        value = getattr(text, name, None)
+        value: object = getattr(text, name, None)
     except Exception as error:  # noqa: BLE001  # a family may be unknown there, or raise anything
         logger.info("model.defaults_unknown error=%s", type(error).__name__)
         value = None
-    language = None if target is None else target.language
-    for holder in ("args", "config"):
-        value = value or getattr(getattr(language, holder, None), name, None)
-    return value
-
-
-def _count(name: str, value: object) -> int:
-    """Return a number of tokens of a configuration file; raise ValueError for anything else."""
-    if type(value) is not int or not 0 < value <= _MAX_TOKENS:
-        raise ValueError(f"{name} is {value!r}, which is no number of tokens")
-    return value
+    return value or (target.configured(name) if target else None)
 
 
 def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
@@ -167,14 +160,6 @@ def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
         except ValidationError:
             logger.warning("model.sampling_ignored field=%s", name)
     return values
-
-
-def _cast(model: Any, dtype: WeightType | None, family: str) -> None:
-    """Cast the weights in half precision to a type, on a CPU to single precision."""
-    chosen = choose_dtype(dtype, family, str(mx.device_info().get("architecture", "")))
-    if chosen is not None:
-        model.set_dtype(getattr(mx, chosen), lambda kind: kind in (mx.float16, mx.bfloat16))
-    cast_for_device(model)
 
 
 def choose_dtype(dtype: WeightType | None, family: str, architecture: str) -> WeightType | None:
@@ -194,12 +179,12 @@ def _end_tokens(
     config: dict[str, Any], generation: dict[str, Any], processor: Any
 ) -> frozenset[int]:
     """Return every token that ends an answer, by configuration, generation config, tokenizer."""
-    named = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
-    named.append(generation.get("eos_token_id"))
+    named = [
+        one.get("eos_token_id") for one in (config, config.get("text_config") or {}, generation)
+    ]
     named.append(getattr(getattr(processor, "tokenizer", processor), "eos_token_id", None))
-    ends: set[int] = set()
-    for value in named:
-        ends.update(value if isinstance(value, list) else [] if value is None else [value])
+    each = (value if isinstance(value, list) else [value] for value in named if value is not None)
+    ends = {token for tokens in each for token in tokens}
     if not all(type(token) is int for token in ends):
         raise ValueError("eos_token_id is no list of tokens")
     return frozenset(ends)

@@ -43,7 +43,8 @@ class DraftShortlist:
         """Share of tokens outside the shortlist at which it pays no more."""
         self._layer = layer
         self._marks = tuple(dict.fromkeys(mark for mark in marks if mark >= tokens))[:_MARKS]
-        self._first = {name: layer[name][:tokens] for name in _arrays(layer)}
+        names = ("weight", "scales", "biases")
+        self._first = {one: layer[one][:tokens] for one in names if layer.get(one) is not None}
         mx.eval(self._first)
 
     def draft(self, hidden: mx.array, further: mx.array) -> mx.array:
@@ -105,7 +106,3 @@ class DraftShortlist:
         self.max_outside = (1 + acceptance) * self.saving
         outside = sum(token >= self.tokens and token not in self._marks for token in answers)
         return outside <= self.max_outside * len(answers)
-
-
-def _arrays(layer: Any) -> tuple[str, ...]:
-    return tuple(name for name in ("weight", "scales", "biases") if layer.get(name) is not None)

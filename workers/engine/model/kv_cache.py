@@ -44,7 +44,7 @@ class RowCache:
         self.offset = offset
         """[rows]: the cursors."""
 
-    # --- read by the models -------------------------------------------------------------------
+    # What the models read.
 
     @property
     def _idx(self) -> int:
@@ -77,7 +77,7 @@ class RowCache:
 
         With `window_size`, the query sees that many tokens, itself included.
         """
-        queries = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
+        queries = self._slots_behind(N)[:, None, :, None]
         slots = mx.arange(self.slots)[None, None, None]
         visible = slots <= queries
         return visible if window_size is None else visible & (slots > queries - window_size)
@@ -88,7 +88,7 @@ class RowCache:
         The caller must have reserved the slots: the device does not know how many are needed.
         """
         length = keys.shape[2]
-        at = (self.offset[:, None] + mx.arange(length))[:, None, :, None]
+        at = self._slots_behind(length)[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(at, keys.shape), keys, axis=2)
         self.values = mx.put_along_axis(
             self.values, mx.broadcast_to(at, values.shape), values, axis=2
@@ -96,7 +96,11 @@ class RowCache:
         self.offset = self.offset + length
         return self.keys, self.values
 
-    # --- used by the engine ---------------------------------------------------------------------
+    def _slots_behind(self, length: int) -> mx.array:
+        """Return the next slots [rows, length] of every row."""
+        return self.offset[:, None] + mx.arange(length)
+
+    # What the engine uses.
 
     @property
     def slots(self) -> int:
@@ -219,10 +223,8 @@ class RecurrentCache:
 
 def stack_history(steps: Sequence[tuple[mx.array, ...]]) -> list[History]:
     """Return the history of every slot, given all slots after one token and the next."""
-    return [
-        (mx.stack(states[:-1], axis=1), states[-1])
-        for states in (list(slot) for slot in zip(*steps, strict=True))
-    ]
+    slots = map(list, zip(*steps, strict=True))
+    return [(mx.stack(states[:-1], axis=1), states[-1]) for states in slots]
 
 
 def state_after(history: History, tokens: mx.array, length: int) -> mx.array:

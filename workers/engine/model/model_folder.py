@@ -60,13 +60,12 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
     for path in (*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")):
         with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
             tensors += len(file.keys())
-    _check_layers(_mtp_options(config) if head else config, tensors)
-    return config
-
-
-def _mtp_options(config: dict[str, Any]) -> dict[str, Any]:
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    return {key: value for part in parts for key, value in part.items() if key.startswith("mtp_")}
+    built = config
+    if head:
+        built = {k: v for part in parts for k, v in part.items() if k.startswith("mtp_")}
+    _check_layers(built, tensors)
+    return config
 
 
 def find_task(folder: Path, name: str) -> Endpoint | None:
@@ -77,14 +76,17 @@ def find_task(folder: Path, name: str) -> Endpoint | None:
     """
     try:
         config = read_object(folder / "config.json")
-        modules = _read_modules(folder)
+        path = folder / "modules.json"
+        modules = json.loads(path.read_bytes()) if path.exists() else []
     except (OSError, ValueError):
-        return None  # the engine tells what is wrong
+        return None  # the engine reports what is wrong
     architectures, family = config.get("architectures"), str(config.get("model_type"))
     named = architectures if isinstance(architectures, list) else []
     if any(str(one).endswith("ForSequenceClassification") for one in named):
         return Endpoint.RERANK
-    if family in ENCODERS or any(one.endswith(".Pooling") for one in modules):
+    listed = modules if isinstance(modules, list) else []
+    types = [one.get("type") for one in listed if isinstance(one, dict)]
+    if family in ENCODERS or any(str(one).endswith(".Pooling") for one in types):
         return Endpoint.EMBEDDINGS
     if family in DECODERS:
         if "rerank" in name.lower():
@@ -92,14 +94,6 @@ def find_task(folder: Path, name: str) -> Endpoint | None:
         if "embedding" in name.lower():
             return Endpoint.EMBEDDINGS
     return None
-
-
-def _read_modules(folder: Path) -> list[str]:
-    """Return the types of the modules of sentence-transformers; empty without such a file."""
-    path = folder / "modules.json"
-    modules = json.loads(path.read_bytes()) if path.exists() else []
-    named = modules if isinstance(modules, list) else []
-    return [str(one.get("type")) for one in named if isinstance(one, dict)]
 
 
 @functools.cache
@@ -138,3 +132,10 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{path.name} is not an object")
     return document
+
+
+def positive(name: str, value: object) -> int:
+    """Return a number of a configuration file; raise ValueError for anything else."""
+    if type(value) is not int or not 0 < value <= 1 << 31:
+        raise ValueError(f"{name} is {value!r}, which is no whole number above 0")
+    return value

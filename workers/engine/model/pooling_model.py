@@ -27,7 +27,13 @@ from tokenizers import Encoding, Tokenizer
 from paceline.request.pooling import Input
 from paceline.request.profile import Endpoint
 from workers.engine.model.device import cast_for_device
-from workers.engine.model.model_folder import DECODERS, ENCODERS, check_folder, forbid_code
+from workers.engine.model.model_folder import (
+    DECODERS,
+    ENCODERS,
+    check_folder,
+    forbid_code,
+    positive,
+)
 from workers.engine.text.long_text import PIECE_CHARS, chars_beyond
 
 Floats = NDArray[np.float32]
@@ -72,7 +78,7 @@ class PoolingModel(ABC):
         self._tokenizer = _read_tokenizer(folder)
         # Text is text: what spells a control token is none.
         self._tokenizer.encode_special_tokens = True
-        self.vocabulary = _positive(config, "vocab_size")
+        self.vocabulary = positive("vocab_size", config.get("vocab_size"))
         self._padding = min(_padding(config), self.vocabulary - 1)
         self.context_tokens = _context_tokens(folder, config)
         self.dimensions = 1
@@ -119,8 +125,10 @@ class Embedder(PoolingModel):
 
     def __init__(self, folder: Path, config: Mapping[str, Any], module: Any) -> None:
         super().__init__(folder, config, module)
-        self.dimensions = _positive(config, "hidden_size")
-        mode = "lasttoken" if config["model_type"] in DECODERS else "mean"
+        self.dimensions = positive("hidden_size", config.get("hidden_size"))
+        self._decodes = config["model_type"] in DECODERS
+        """Whether it reads from left to right, so the last token has read all others."""
+        mode = "lasttoken" if self._decodes else "mean"
         self._pooling = read_pooling_config(folder) or {"pooling_mode": mode}
 
     def rows(self, inputs: Sequence[Input], *, truncate: bool) -> list[TokenRow]:
@@ -139,19 +147,12 @@ class Embedder(PoolingModel):
         return rows
 
     def _read(self, tokens: mx.array, mask: mx.array, types: mx.array) -> mx.array:  # noqa: ARG002
-        hidden = self._hidden(tokens, mask).astype(mx.float32)
-        return normalize_embeddings(pool_by_config(hidden, mask, self._pooling))
-
-    def _hidden(self, tokens: mx.array, mask: mx.array) -> mx.array:
-        """Return the hidden states [rows, L, width]."""
-        return self.module(tokens, attention_mask=mask).last_hidden_state
-
-
-class DecoderEmbedder(Embedder):
-    """An embedder that reads from left to right, so the last token has read all others."""
-
-    def _hidden(self, tokens: mx.array, mask: mx.array) -> mx.array:  # noqa: ARG002
-        return self.module.model(tokens)
+        if self._decodes:
+            hidden = self.module.model(tokens)
+        else:
+            hidden = self.module(tokens, attention_mask=mask).last_hidden_state
+        pooled = pool_by_config(hidden.astype(mx.float32), mask, self._pooling)
+        return normalize_embeddings(pooled)
 
 
 class Reranker(PoolingModel):
@@ -200,23 +201,18 @@ class DecoderReranker(Reranker):
         prompt = _read_tokenizer(folder)
         self._before = prompt.encode(_BEFORE_PAIR, add_special_tokens=False).ids
         self._after = prompt.encode(_AFTER_PAIR, add_special_tokens=False).ids
-        self._yes, self._no = (self._token(word) for word in ("yes", "no"))
-
-    def _token(self, word: str) -> int:
-        token = self._tokenizer.token_to_id(word)
-        if token is None:
-            raise ValueError(f"the tokenizer has no token '{word}'")
-        return token
+        self._answers = [self._tokenizer.token_to_id(word) for word in ("yes", "no")]
+        if None in self._answers:
+            raise ValueError("the tokenizer has no tokens 'yes' and 'no'")
 
     def rows(
         self, query: str, documents: Sequence[str], *, document_tokens: int | None, truncate: bool
     ) -> list[TokenRow]:
         """Return the tokens of prompts; the end of each document is cut as asked."""
         head = f"<Instruct>: {_INSTRUCTION}\n<Query>: {query}\n<Document>: "
-        texts = [head + document for document in documents]
         room = self.context_tokens - len(self._before) - len(self._after)
         rows = []
-        for encoding in self._encode(texts):
+        for encoding in self._encode([head + document for document in documents]):
             tokens = encoding.ids
             if document_tokens is not None:
                 begin = sum(end <= len(head) for _, end in encoding.offsets)
@@ -233,7 +229,8 @@ class DecoderReranker(Reranker):
         tied = language.args.tie_word_embeddings
         head = language.model.embed_tokens.as_linear if tied else language.lm_head
         scores = head(hidden).astype(mx.float32)
-        return mx.sigmoid(scores[:, self._yes] - scores[:, self._no])
+        yes, no = self._answers
+        return mx.sigmoid(scores[:, yes] - scores[:, no])
 
 
 def load_pooling_model(folder: Path, endpoint: Endpoint) -> Embedder | Reranker:
@@ -246,13 +243,11 @@ def load_pooling_model(folder: Path, endpoint: Endpoint) -> Embedder | Reranker:
     _check_family(config)
     family = config["model_type"]
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        _positive(config, name)
+        positive(name, config.get(name))
     _context_tokens(folder, config)  # before the library builds as much
     model: Embedder | Reranker
     if endpoint is Endpoint.EMBEDDINGS:
-        module = load_embedding_model(folder)
-        kind = DecoderEmbedder if family in DECODERS else Embedder
-        model = kind(folder, config, module)
+        model = Embedder(folder, config, load_embedding_model(folder))
     elif family in DECODERS:
         model = DecoderReranker(folder, config, load_encoder_model(folder, model_remapping={}))
     else:
@@ -285,13 +280,6 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def _positive(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or not 0 < value <= 1 << 31:
-        raise ValueError(f"{name} is {value!r}, which is no number above 0")
-    return value
 
 
 def _padding(config: Mapping[str, Any]) -> int:

@@ -1,34 +1,19 @@
 """Interface to mlx-vlm's language models: their passes, caches and picture features.
 
-It imports public classes and functions only. How a Qwen3.5 language model takes positions and
-returns hidden states is duck-typed here and nowhere else (and for MTP heads in `mtp_head.py`);
-`tests/model/test_mlx_vlm_contract.py` fails when that changes.
+What a family does otherwise than most is in its record (`families`), duck-typed there;
+`tests/model/test_mlx_vlm_contract.py` fails when mlx-vlm's models change.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_vlm.models.gemma4.language import LanguageModel as Gemma4Language
-from mlx_vlm.models.glm4v.language import LanguageModel as Glm4vLanguage
-from mlx_vlm.models.glm4v_moe.language import LanguageModel as Glm4vMoeLanguage
-from mlx_vlm.models.glm_ocr.language import LanguageModel as GlmOcrLanguage
-from mlx_vlm.models.lfm2.language import LanguageModel as Lfm2Language
-from mlx_vlm.models.llama4.language import LanguageModel as Llama4Language
-from mlx_vlm.models.paddleocr_vl.language import LanguageModel as PaddleOcrLanguage
-from mlx_vlm.models.qwen2_5_vl.language import LanguageModel as Qwen25VlLanguage
-from mlx_vlm.models.qwen2_vl.language import LanguageModel as Qwen2VlLanguage
-from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
-from mlx_vlm.models.qwen3_next.language import LanguageModel as Qwen3NextLanguage
-from mlx_vlm.models.qwen3_vl.language import LanguageModel as Qwen3VlLanguage
-from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguage
 
 from paceline.protocol import whole_scope
-from workers.engine.model.families import gemma4, lfm2, llama4, qwen3_next
+from workers.engine.model.families import family_of
 from workers.engine.model.kv_cache import (
     ArraysCache,
     ChunkedKVCache,
@@ -38,14 +23,7 @@ from workers.engine.model.kv_cache import (
     RotatingKVCache,
     RowCache,
 )
-from workers.engine.model.layer_heads import ASSISTED, LAYER_HEADS
 
-# Families that return the positions of a prompt with pictures along with its embeddings,
-_ReturnsPositions = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage
-# and families that store them in the language model.
-_StoresPositions = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
-# Families whose attention cuts a mask to the length of one row.
-_CutsMasks = Qwen3VlMoeLanguage
 _FEATURES_BYTES = 256 << 20
 _NO_CODE = (lambda: None).__code__
 _POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
@@ -82,30 +60,32 @@ class PictureFeatures:
 
     def __init__(self, limit_bytes: int = _FEATURES_BYTES) -> None:
         self._limit_bytes = limit_bytes
-        self._features: OrderedDict[tuple[str, bytes], mx.array] = OrderedDict()
-        self.size_bytes = 0
-        """Memory in use."""
+        self._features: dict[tuple[str, bytes], mx.array] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory in use."""
+        return sum(features.nbytes for features in self._features.values())
 
     def get(self, key: tuple[str, bytes]) -> mx.array | None:
         """Return the features of pictures, if there are any."""
-        features = self._features.get(key)
+        features = self._features.pop(key, None)
         if features is not None:
-            self._features.move_to_end(key)
+            self._features[key] = features
         return features
 
     def put(self, key: tuple[str, bytes], features: mx.array) -> None:
         """Store the features of pictures."""
-        if features.nbytes > self._limit_bytes or key in self._features:
+        if features.nbytes > self._limit_bytes:
             return
-        self._features[key] = features
-        self.size_bytes += features.nbytes
+        self._features.setdefault(key, features)
         while self.size_bytes > self._limit_bytes:
-            self.size_bytes -= self._features.popitem(last=False)[1].nbytes
+            del self._features[next(iter(self._features))]
 
     def drop(self, scope: str | None) -> None:
         """Drop the features of a scope; None: of all."""
         for key in [key for key in self._features if scope in (None, whole_scope(key[0]))]:
-            self.size_bytes -= self._features.pop(key).nbytes
+            del self._features[key]
 
 
 class Target:
@@ -114,21 +94,15 @@ class Target:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.language = getattr(model, "language_model", model)
-        # Families take explicit positions, or find them in their caches.
-        self.explicit_positions = isinstance(self.language, Qwen35Language)
-        self.returns_hidden = self.explicit_positions or isinstance(
-            self.language, (*LAYER_HEADS, *ASSISTED)
-        )
+        self.family = family_of(self.language)
+        self.explicit_positions = self.family.explicit_positions
+        self.returns_hidden = self.family.score is not None
         """Whether a pass returns hidden states, as an MTP head reads them, and not scores."""
-        owned = self.explicit_positions or isinstance(self.language, tuple(LAYER_HEADS))
-        self.compiles = CompiledPasses(plain=owned, verify=owned)
+        self.compiles = CompiledPasses(plain=self.family.compiles, verify=self.family.compiles)
         """Which passes are compiled, as they read no value on the host; probed at load where others
         may be."""
-        self.takes_positions = self.explicit_positions or isinstance(
-            self.language, _ReturnsPositions | _StoresPositions
-        )
         stored = any(hasattr(self.language, name) for name in _POSITION_ATTRIBUTES)
-        self.stores_positions = stored and not self.takes_positions
+        self.stores_positions = stored and not self.family.takes_positions
         """Whether the model stores the positions of one row itself and takes none."""
         embed = getattr(model, "get_input_embeddings", None)
         self._stores_features = "vision_cache" in getattr(embed, "__code__", _NO_CODE).co_consts
@@ -148,14 +122,16 @@ class Target:
         self.supports_batching = known and not self.stores_positions
         """Whether rows of any length may share one forward pass; probed at load."""
 
+    def configured(self, name: str) -> Any:
+        """Return a value of the language model's configuration, if mlx-vlm has read any."""
+        holders = (getattr(self.language, name, None) for name in ("args", "config"))
+        return next(filter(None, (getattr(holder, name, None) for holder in holders)), None)
+
     @property
     def attention_heads(self) -> int:
         """Return the number of heads of a layer; 0 if its configuration has none."""
-        for holder in ("args", "config"):
-            heads = getattr(getattr(self.language, holder, None), "num_attention_heads", 0)
-            if type(heads) is int and heads > 0:
-                return heads
-        return 0
+        heads = self.configured("num_attention_heads")
+        return heads if type(heads) is int else 0
 
     def row_limit(self, max_rows: int) -> int:
         """Return how many of `max_rows` rows may run at once."""
@@ -187,18 +163,15 @@ class Target:
         features = self.model.get_input_embeddings(token_ids, **arguments).to_dict()
         known = ("inputs_embeds", "position_ids", "rope_deltas", "attention_mask")
         positions, deltas = features.get("position_ids"), features.get("rope_deltas")
-        if isinstance(self.language, _StoresPositions):
+        if self.family.stores_positions:
             positions, deltas = (getattr(self.language, name) for name in _POSITION_ATTRIBUTES)
-        extras = {
-            name: value
-            for name, value in features.items()
-            if value is not None and name not in known
-        }
+        features = {name: value for name, value in features.items() if value is not None}
+        extras = {name: value for name, value in features.items() if name not in known}
         if self.stores_positions:  # it computes positions from the sizes of the pictures
             extras |= {name: size for name, size in media.items() if name.endswith("_grid_thw")}
         return PromptEmbedding(
             embeddings=features["inputs_embeds"],
-            positions=positions if self.takes_positions else None,
+            positions=positions if self.family.takes_positions else None,
             position_offset=int(deltas.reshape(-1)[0].item()) if deltas is not None else 0,
             extras=extras,
         )
@@ -217,72 +190,33 @@ class Target:
         Returns the hidden states [rows, L, width] if `returns_hidden`, else the scores
         [rows, L, vocabulary]. Families that find positions in their caches ignore `positions`.
         """
-        if isinstance(self.language, Qwen3NextLanguage):
-            return qwen3_next.forward(self.language, tokens, caches)
-        rows = [cache for cache in caches if isinstance(cache, RowCache)]
-        own = self._forward_rows(tokens, caches, rows, embeddings) if rows else None
-        if own is not None:
-            return own
-        if isinstance(self.language, Gemma4Language):
-            return self.language.model(
-                tokens, inputs_embeds=embeddings, cache=list(caches), **(extras or {})
-            )
-        if self.returns_hidden and not self.explicit_positions:
-            return self.language.model(tokens, cache=list(caches))
+        family, language = self.family, self.language
+        batched = any(isinstance(cache, RowCache) for cache in caches)
+        if family.own_pass is not None and (batched or family.own_prefill):
+            return family.own_pass(language, tokens, caches)
         arguments: dict[str, Any] = dict(extras or {})
         if embeddings is not None:
             arguments["inputs_embeds"] = embeddings
-        if self.takes_positions:
+        if family.takes_positions:
             if positions.ndim == 2:
                 positions = mx.broadcast_to(positions[None], (3, *positions.shape))
             arguments["position_ids"] = positions
-        if self.explicit_positions:
-            arguments |= {"return_hidden": True, "skip_logits": True}
         layers: list[Any] = list(caches)
-        if isinstance(self.language, _CutsMasks):
-            layers = [_ByPositions(one) if isinstance(one, RowCache) else one for one in caches]
-        output = self.language(tokens, cache=layers, **arguments)
-        return output.hidden_states[-1] if self.explicit_positions else output.logits
-
-    def _forward_rows(
-        self,
-        tokens: mx.array,
-        caches: Sequence[LayerCache | RecurrentCache],
-        rows: Sequence[RowCache],
-        embeddings: mx.array | None,
-    ) -> mx.array | None:
-        """Run the pass of a batch where mlx-vlm's cannot serve one; return None for all others."""
-        if isinstance(self.language, Gemma4Language):
-            return gemma4.forward(self.language, tokens, rows)
-        if isinstance(self.language, Llama4Language):
-            return llama4.forward(self.language, tokens, rows, embeddings)
-        if isinstance(self.language, Lfm2Language):
-            return lfm2.forward(self.language, tokens, caches)
-        return None
+        if family.adapt is not None:
+            layers = [family.adapt(one) if isinstance(one, RowCache) else one for one in caches]
+        if family.explicit_positions:
+            arguments |= {"return_hidden": True, "skip_logits": True}
+            return language(tokens, cache=layers, **arguments).hidden_states[-1]
+        if self.returns_hidden:
+            return language.model(tokens, cache=layers, **arguments)
+        return language(tokens, cache=layers, **arguments).logits
 
     def scores(self, output: mx.array, last: int | None = None) -> mx.array:
         """Return the scores [rows, L, vocabulary] of all positions of a pass, or of the last."""
         if last is not None:
             output = output[:, -last:]
-        if not self.returns_hidden:
-            return output
-        if self.explicit_positions:
-            return self.language.speculative_logits_from_hidden(output)
-        if isinstance(self.language, ASSISTED):
-            return gemma4.scores(self.language, output)
-        if "lm_head" in self.language:
-            return self.language.lm_head(output)
-        return self.language.model.embed_tokens.as_linear(output)
-
-
-class _ByPositions:
-    """A row cache for a family that takes positions, and cuts masks to the length of one row."""
-
-    def __init__(self, cache: RowCache) -> None:
-        self.offset = cache.slots
-        """Never less than the length of a row, so nothing is cut."""
-        self.make_mask = cache.make_mask
-        self.update_and_fetch = cache.update_and_fetch
+        score = self.family.score
+        return output if score is None else score(self.language, output)
 
 
 def _is_known(cache: Any) -> bool:

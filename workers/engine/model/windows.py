@@ -61,18 +61,9 @@ class WindowCache(RowCache):
             visible = visible & (tokens // self.window == queries // self.window)
         return visible
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [rows, heads, L, width] at every row's cursor; return all slots."""
-        length = keys.shape[2]
+    def _slots_behind(self, length: int) -> mx.array:
         assert length <= STEP_TOKENS, "the ring has room for the tokens of one step"
-        slots = (self.offset[:, None] + mx.arange(length)) % self.slots
-        at = slots[:, None, :, None]
-        self.keys = mx.put_along_axis(self.keys, mx.broadcast_to(at, keys.shape), keys, axis=2)
-        self.values = mx.put_along_axis(
-            self.values, mx.broadcast_to(at, values.shape), values, axis=2
-        )
-        self.offset = self.offset + length
-        return self.keys, self.values
+        return super()._slots_behind(length) % self.slots
 
     def resize(self, slots: int) -> None:
         """Set the capacity of every row, at most that of a whole ring.

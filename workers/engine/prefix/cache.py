@@ -63,30 +63,24 @@ class PrefixCache:
         self, limit_bytes: int, files: PrefixCacheFiles | None = None, *, quantized: bool = False
     ) -> None:
         """Create an empty cache; `quantized` keeps keys and values in 8 bits."""
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        """Memory in use."""
         self._quantized = quantized
         self._files = files
         self._writer = ThreadPoolExecutor(1, "paceline-prefix-cache")
         self._roots: dict[str, Node] = {}
         self._by_key: dict[str, Node] = {}
         self._uses = itertools.count(1)
-        self._pending_bytes = 0
-        """Memory of evicted nodes that the background thread has not written yet."""
-        self._pending: set[FileName] = set()
-        self._prefetched_bytes = 0
-        """Memory of runs that queued requests have read from disk."""
         self._lock = threading.Lock()
         """Guards what waits to be written, and what has been read."""
-        self.size_bytes = 0
-        """Memory in use."""
+        self._pending: dict[FileName, int] = {}
+        """Sizes of the nodes that the background thread has not written yet."""
+        self._prefetched_bytes = 0
+        """Memory of runs that queued requests have read from disk."""
         self._evicted: deque[str] = deque(maxlen=_KNOWN_EVICTIONS)
         self._warned = False
         """Whether something was too large to store, which is logged once."""
-
-    @property
-    def limit_bytes(self) -> int:
-        """Return the most memory that it uses."""
-        return self._limit_bytes
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -98,77 +92,7 @@ class PrefixCache:
         """Return the keys whose tokens were evicted and are not on disk, the last one first."""
         return tuple(self._evicted)[::-1]
 
-    def __contains__(self, key: str) -> bool:
-        """Return whether memory holds this key."""
-        return key in self._by_key
-
-    def prefetch(
-        self,
-        scope: str | None,
-        tokens: TokenArray,
-        is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> list[Prefetched]:
-        """Read from disk what memory lacks of a prompt; safe from any thread, blocks.
-
-        The runs count against a share of the limit until nobody holds them any more.
-        """
-        if self._files is None or scope is None:
-            return []
-        # The engine thread may change the tree meanwhile: then a file is read in vain.
-        names = self.find_files(scope, tokens, self.known_tokens(scope, tokens))
-        runs, files = [], self.read_files(names)
-        share_bytes = _PREFETCH_SHARE * self._limit_bytes
-        while not is_cancelled() and self._prefetched_bytes < share_bytes:
-            run = next(files, None)
-            if run is None:
-                break
-            size_bytes = run[1].size_bytes
-            self._add_prefetched(size_bytes)
-            weakref.finalize(run[1], self._add_prefetched, -size_bytes).atexit = False
-            runs.append(run)
-        return runs
-
-    def known_tokens(self, scope: str, tokens: TokenArray, *, with_head: bool = False) -> int:
-        """Return for how many tokens memory has keys and values; safe from any thread."""
-        path = itertools.takewhile(
-            lambda step: step[0].head or not with_head, self._walk(scope, tokens)
-        )
-        return sum(common for _, common in path)
-
-    def find_files(self, scope: str, tokens: TokenArray, known: int) -> list[FileName]:
-        """Return the files that continue the first `known` tokens; safe from any thread."""
-        return self._files.find(scope, tokens, known) if self._files is not None else []
-
-    def read_files(self, names: Sequence[FileName]) -> Iterator[Prefetched]:
-        """Yield runs from disk up to the first that is lost; safe from any thread, blocks."""
-        for name in names:
-            host = self._files.load(name) if self._files is not None else None
-            if host is None:
-                return
-            yield name, host
-
-    def read_run(
-        self, scope: str, tokens: TokenArray, begin: int, end: int, size_bytes: int
-    ) -> PendingRun | None:
-        """Return a run that begins at `begin`, of about `size_bytes`, and ends at `end` or before.
-
-        It has a snapshot if a row can start at its end, and its end is `end` or that of a system
-        prompt. None: memory does not hold these tokens any more.
-        """
-        for node, common in self._walk(scope, tokens):
-            stop = min(node.begin + common, end)
-            if not node.begin <= begin < stop:
-                continue
-            stop = min(stop, begin + max(size_bytes // max(node.token_bytes, 1), MIN_TOKENS))
-            part = node.part(begin, stop)
-            if stop == node.end and (stop == end or node.keys):
-                part.snapshot = node.snapshot
-            return part.compute(FileName(begin, stop, "", part.snapshot is not None))
-        return None
-
-    def _add_prefetched(self, size_bytes: int) -> None:
-        with self._lock:
-            self._prefetched_bytes += size_bytes
+    # --- reading ----------------------------------------------------------------------------------
 
     def match(
         self, scope: str | None, tokens: TokenArray, *, with_head: bool, cuttable: bool
@@ -201,10 +125,10 @@ class PrefixCache:
         There are at most `_OTHER_TEXTS`, of `_OTHER_TOKENS` together; each begins with the last
         tokens of the run before it.
         """
-        root = self._roots.get(scope) if scope is not None else None
+        root = self._roots.get(scope or "")
         if scope is None or root is None:
             return []
-        own = {node for node, common in self._walk(scope, tokens) if common == len(node.tokens)}
+        own = {node for node, common in root.walk(tokens) if common == len(node.tokens)}
         others = (node for node in root.below() if node not in own)
         texts: list[TokenArray] = []
         room = _OTHER_TOKENS
@@ -216,14 +140,79 @@ class PrefixCache:
                 break
         return texts[::-1]
 
-    def touch(self, nodes: Sequence[Node]) -> None:
-        """Mark nodes as the most recently used."""
-        now = next(self._uses)
-        for node in nodes:
-            node.used = now
-            for key in node.keys:
-                if self._by_key.get(key) is node:  # scopes may use the same key
-                    self._by_key[key] = self._by_key.pop(key)
+    def known_tokens(self, scope: str, tokens: TokenArray, *, with_head: bool = False) -> int:
+        """Return for how many tokens memory has keys and values; safe from any thread."""
+        path = itertools.takewhile(
+            lambda step: step[0].head or not with_head, self._walk(scope, tokens)
+        )
+        return sum(common for _, common in path)
+
+    def read_run(
+        self, scope: str, tokens: TokenArray, begin: int, end: int, size_bytes: int
+    ) -> PendingRun | None:
+        """Return a run that begins at `begin`, of about `size_bytes`, and ends at `end` or before.
+
+        It has a snapshot if a row can start at its end, and its end is `end` or that of a system
+        prompt. None: memory does not hold these tokens any more.
+        """
+        for node, common in self._walk(scope, tokens):
+            stop = min(node.begin + common, end)
+            if not node.begin <= begin < stop:
+                continue
+            stop = min(stop, begin + max(size_bytes // max(node.token_bytes, 1), MIN_TOKENS))
+            part = node.part(begin, stop)
+            if stop == node.end and (stop == end or node.keys):
+                part.snapshot = node.snapshot
+            return part.compute(FileName(begin, stop, "", part.snapshot is not None))
+        return None
+
+    def find_files(self, scope: str, tokens: TokenArray, known: int) -> list[FileName]:
+        """Return the files that continue the first `known` tokens; safe from any thread."""
+        return self._files.find(scope, tokens, known) if self._files is not None else []
+
+    def read_files(self, names: Sequence[FileName]) -> Iterator[Prefetched]:
+        """Yield runs from disk up to the first that is lost; safe from any thread, blocks."""
+        for name in names:
+            host = self._files.load(name) if self._files is not None else None
+            if host is None:
+                return
+            yield name, host
+
+    def prefetch(
+        self,
+        scope: str | None,
+        tokens: TokenArray,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[Prefetched]:
+        """Read from disk what memory lacks of a prompt; safe from any thread, blocks.
+
+        The runs count against a share of the limit until nobody holds them any more.
+        """
+        if scope is None:
+            return []
+        # The engine thread may change the tree meanwhile: then a file is read in vain.
+        files = self.read_files(self.find_files(scope, tokens, self.known_tokens(scope, tokens)))
+        runs, share_bytes = [], _PREFETCH_SHARE * self.limit_bytes
+        while not is_cancelled() and self._prefetched_bytes < share_bytes:
+            run = next(files, None)
+            if run is None:
+                break
+            size_bytes = run[1].size_bytes
+            self._add_prefetched(size_bytes)
+            weakref.finalize(run[1], self._add_prefetched, -size_bytes).atexit = False
+            runs.append(run)
+        return runs
+
+    def _add_prefetched(self, size_bytes: int) -> None:
+        with self._lock:
+            self._prefetched_bytes += size_bytes
+
+    def _walk(self, scope: str, tokens: TokenArray) -> Iterator[tuple[Node, int]]:
+        """Yield the nodes that begin like the rest of `tokens`, and for how many tokens."""
+        root = self._roots.get(scope)
+        return root.walk(tokens) if root is not None else iter(())
+
+    # --- storing ----------------------------------------------------------------------------------
 
     def store(
         self,
@@ -239,12 +228,81 @@ class PrefixCache:
         Returns whether there is room for it, which is known before it is copied. `key` names the
         tokens if they are a system prompt. The device copies while the host goes on.
         """
-        if scope is None or not self._limit_bytes or len(tokens) < MIN_TOKENS:
+        if scope is None or not self.limit_bytes or len(tokens) < MIN_TOKENS:
             return True
         node = self._store(scope, tokens, state, room_bytes)
         if node is not None and key:
             self.name((node,), len(tokens), key)
         return node is not None
+
+    def insert(self, scope: str, tokens: TokenArray, runs: Sequence[Prefetched]) -> bool:
+        """Store runs from disk or from another worker; return whether `tokens` begin with all."""
+        for name, host in runs:
+            try:
+                run, state = from_host(name, host)
+                expected = tokens[name.begin : name.end]
+                if name.begin + len(run) != name.end or not np.array_equal(run, expected):
+                    return False
+                if self._store(scope, tokens[: name.end], state, self.limit_bytes) is None:
+                    return False
+            except Exception as error:  # noqa: BLE001  # the prompt is read again
+                logger.warning("prefix_cache.run_unusable error=%s", type(error).__name__)
+                return False
+        return True
+
+    def _store(
+        self, scope: str, tokens: TokenArray, state: RowState, room_bytes: int
+    ) -> Node | None:
+        path = list(self._walk(scope, tokens))
+        begin = sum(common for _, common in path)
+        known = [node for node, _ in path]
+        state = state._replace(quantized=self._quantized)
+        needed_bytes = state.copy_bytes(begin, len(tokens))
+        total_bytes = needed_bytes + sum(node.size_bytes for node in known)
+        limit_bytes = min(self.limit_bytes, room_bytes)
+        if total_bytes > limit_bytes:
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "prefix_cache.too_large tokens=%d needed_bytes=%d limit_bytes=%d",
+                    len(tokens), total_bytes, limit_bytes,
+                )  # fmt: skip
+            return None
+        if state.begin > begin:
+            return None  # memory has lost what comes before
+        self.touch(known)
+        self.evict_to(limit_bytes - needed_bytes, frozenset(known))
+        # Not earlier: an eviction also removes the roots of empty trees.
+        root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0))
+        ends_within_run = bool(path) and path[-1][1] < len(known[-1].tokens)
+        if ends_within_run and (begin < len(tokens) or not state.cuttable):
+            known[-1] = self._split(known[-1], path[-1][1])
+        end = known[-1] if known else root
+        self.size_bytes += sum(node.add_head(state) for node in known)
+        if begin < len(tokens):
+            end = end.add_child(tokens[begin:], state)
+            self.size_bytes += end.size_bytes
+        self.size_bytes += end.add_snapshot(state)
+        self.touch([end])
+        self.evict_to(limit_bytes)
+        self._write_ahead(limit_bytes)
+        return end
+
+    def _split(self, node: Node, length: int) -> Node:
+        upper = node.split(length)
+        for key in upper.turns:
+            if self._by_key.get(key) is node:
+                self._by_key[key] = upper
+        return upper
+
+    def touch(self, nodes: Sequence[Node]) -> None:
+        """Mark nodes as the most recently used."""
+        now = next(self._uses)
+        for node in nodes:
+            node.used = now
+            for key in node.keys:
+                if self._by_key.get(key) is node:  # scopes may use the same key
+                    self._by_key[key] = self._by_key.pop(key)
 
     def name(self, nodes: Sequence[Node], tokens: int, key: str) -> None:
         """Give the key of a system prompt to the one of these nodes that ends it."""
@@ -271,57 +329,7 @@ class PrefixCache:
         if key in self._evicted:
             self._evicted.remove(key)
 
-    def _store(
-        self, scope: str, tokens: TokenArray, state: RowState, room_bytes: int
-    ) -> Node | None:
-        path = list(self._walk(scope, tokens))
-        begin = sum(common for _, common in path)
-        known = [node for node, _ in path]
-        state = state._replace(quantized=self._quantized)
-        needed_bytes = state.copy_bytes(begin, len(tokens))
-        shared_bytes = sum(node.size_bytes for node in known)
-        limit_bytes = min(self._limit_bytes, room_bytes)
-        if needed_bytes + shared_bytes > limit_bytes:
-            self._warn(len(tokens), needed_bytes + shared_bytes, limit_bytes)
-            return None
-        if state.begin > begin:
-            return None  # memory has lost what comes before
-        self.touch(known)
-        self._evict_to(limit_bytes - needed_bytes, frozenset(known))
-        # Not earlier: an eviction also removes the roots of empty trees.
-        root = self._roots.setdefault(scope, Node(tokens=tokens[:0], end=0))
-        ends_within_run = bool(path) and path[-1][1] < len(known[-1].tokens)
-        if ends_within_run and (begin < len(tokens) or not state.cuttable):
-            known[-1] = self._split(known[-1], path[-1][1])
-        end = known[-1] if known else root
-        self.size_bytes += sum(node.add_head(state) for node in known)
-        if begin < len(tokens):
-            end = end.add_child(tokens[begin:], state)
-            self.size_bytes += end.size_bytes
-        self.size_bytes += end.add_snapshot(state)
-        self.touch([end])
-        self.evict_to(limit_bytes)
-        self._write_ahead(limit_bytes)
-        return end
-
-    def insert(self, scope: str, tokens: TokenArray, runs: Sequence[Prefetched]) -> bool:
-        """Store runs from disk or from another worker; return whether `tokens` begin with all."""
-        for name, host in runs:
-            try:
-                run, state = from_host(name, host)
-                expected = tokens[name.begin : name.end]
-                if name.begin + len(run) != name.end or not np.array_equal(run, expected):
-                    return False
-                if self._store(scope, tokens[: name.end], state, self._limit_bytes) is None:
-                    return False
-            except Exception as error:  # noqa: BLE001  # the prompt is read again
-                logger.warning("prefix_cache.run_unusable error=%s", type(error).__name__)
-                return False
-        return True
-
-    def evict_to(self, size_bytes: int) -> None:
-        """Evict until the rest fits into `size_bytes`: what was least recently used goes first."""
-        self._evict_to(size_bytes, frozenset())
+    # --- eviction ---------------------------------------------------------------------------------
 
     def drop(self, scope: str | None) -> Future[None]:
         """Forget all of a scope in memory, then delete its files; None: of all scopes."""
@@ -330,6 +338,64 @@ class PrefixCache:
                 self._release(node)
         files = self._files
         return self._writer.submit(lambda: files.drop(scope) if files is not None else None)
+
+    def _nodes(self) -> Iterator[Node]:
+        for root in self._roots.values():
+            yield from root.below()
+
+    def evict_to(self, size_bytes: int, kept: frozenset[Node] = frozenset()) -> None:
+        """Evict until the rest fits into `size_bytes`: what was least recently used goes first."""
+        while self.size_bytes > size_bytes:
+            thinned = min(self._thinnable(), key=lambda node: (node.used, node.end), default=None)
+            if thinned is not None:
+                self.size_bytes -= thinned.drop_snapshot()
+                continue
+            leaves = (node for node in self._nodes() if not node.children and node not in kept)
+            leaf = min(leaves, key=_eviction_order, default=None)
+            if leaf is None:
+                return
+            self._remove(leaf, kept)
+
+    def _thinnable(self) -> Iterator[Node]:
+        """Yield the nodes without whose snapshot the next one is still near.
+
+        The last turn of a conversation keeps its snapshots, and so do system prompts.
+        """
+        for node in self._nodes():
+            if (
+                node.snapshot
+                and node.snapshot.size_bytes
+                and not node.keys
+                and any(child.children for child in node.children.values())
+                and node.snapshot_distance() <= SNAPSHOT_INTERVAL_TOKENS
+            ):
+                yield node
+
+    def _remove(self, node: Node, kept: frozenset[Node]) -> None:
+        """Remove a leaf, and the nodes before it from which no row could start any more."""
+        root = node.path()[0].parent
+        scope = next(scope for scope, other in self._roots.items() if other is root)
+        while node.parent is not None and not node.children and node not in kept:
+            self._write(scope, node)
+            del node.parent.children[int(node.tokens[0])]
+            keys = self._release(node)
+            if self._files is None:
+                self._evicted.extend(keys)
+            node = node.parent
+            if node.snapshot is not None:
+                return
+        if not self._roots[scope].children:
+            del self._roots[scope]
+
+    def _release(self, node: Node) -> list[str]:
+        """Give back the memory of a node, and return the keys that nothing has any more."""
+        self.size_bytes -= node.size_bytes
+        keys = [key for key in (*node.keys, *node.turns) if self._by_key.get(key) is node]
+        for key in keys:
+            self._by_key.pop(key, None)
+        return keys
+
+    # --- files ------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Write everything to disk that is not there: what was used last comes first.
@@ -345,82 +411,6 @@ class PrefixCache:
         """Write everything to disk, and wait for it."""
         self.flush()
         self._writer.shutdown()
-
-    # --- the trees --------------------------------------------------------------------------------
-
-    def _walk(self, scope: str, tokens: TokenArray) -> Iterator[tuple[Node, int]]:
-        """Yield the nodes that begin like the rest of `tokens`, and for how many tokens."""
-        root = self._roots.get(scope)
-        return root.walk(tokens) if root is not None else iter(())
-
-    def _nodes(self) -> Iterator[Node]:
-        for root in self._roots.values():
-            yield from root.below()
-
-    def _split(self, node: Node, length: int) -> Node:
-        upper = node.split(length)
-        for key in upper.turns:
-            if self._by_key.get(key) is node:
-                self._by_key[key] = upper
-        return upper
-
-    # --- eviction ---------------------------------------------------------------------------------
-
-    def _evict_to(self, size_bytes: int, kept: frozenset[Node]) -> None:
-        while self.size_bytes > size_bytes:
-            thinned = min(self._thinnable(), key=lambda node: (node.used, node.end), default=None)
-            if thinned is not None:
-                self._drop_snapshot(thinned)
-                continue
-            leaves = (node for node in self._nodes() if not node.children and node not in kept)
-            leaf = min(leaves, key=_eviction_order, default=None)
-            if leaf is None:
-                return
-            self._remove(leaf, kept)
-
-    def _thinnable(self) -> Iterator[Node]:
-        """Yield the nodes without whose snapshot the next one is still near.
-
-        The last turn of a conversation keeps its snapshots, and so do system prompts.
-        """
-        for node in self._nodes():
-            if not node.snapshot or not node.snapshot.size_bytes or node.keys:
-                continue
-            if not any(child.children for child in node.children.values()):
-                continue
-            if node.snapshot_distance() <= SNAPSHOT_INTERVAL_TOKENS:
-                yield node
-
-    def _drop_snapshot(self, node: Node) -> None:
-        before_bytes = node.size_bytes
-        node.snapshot = None
-        self.size_bytes += node.size_bytes - before_bytes
-
-    def _remove(self, node: Node, kept: frozenset[Node]) -> None:
-        """Remove a leaf, and the nodes before it from which no row could start any more."""
-        top = node
-        while top.parent is not None:
-            top = top.parent
-        scope = next(scope for scope, root in self._roots.items() if root is top)
-        while node.parent is not None and not node.children and node not in kept:
-            self._write(scope, node)
-            del node.parent.children[int(node.tokens[0])]
-            if self._files is None:
-                self._evicted.extend(
-                    key for key in (*node.keys, *node.turns) if self._by_key.get(key) is node
-                )
-            self._release(node)
-            node = node.parent
-            if node.snapshot is not None:
-                return
-        if not top.children:
-            self._roots.pop(scope, None)
-
-    def _release(self, node: Node) -> None:
-        self.size_bytes -= node.size_bytes
-        for key in (*node.keys, *node.turns):
-            if self._by_key.get(key) is node:
-                del self._by_key[key]
 
     def _write_ahead(self, limit_bytes: int) -> None:
         """Write the conversation that is evicted next, if that is near."""
@@ -439,40 +429,31 @@ class PrefixCache:
 
     def _write(self, scope: str, node: Node, until_s: float | None = None) -> None:
         """Let the background thread write a node, unless too much waits for it already."""
-        if self._files is None:
-            return
         files, size_bytes = self._files, node.size_bytes
+        if files is None:
+            return
         tokens = np.concatenate([each.tokens for each in node.path()])
         name = files.name(scope, tokens, node.begin, resumable=node.snapshot is not None)
-        pending_limit_bytes = max(_PENDING_BYTES, int(_PENDING_SHARE * self._limit_bytes))
-        too_many = self._pending_bytes + size_bytes > pending_limit_bytes and until_s is None
-        if too_many:
+        limit_bytes = max(_PENDING_BYTES, int(_PENDING_SHARE * self.limit_bytes))
+        with self._lock:
+            pending_bytes = sum(self._pending.values())
+        if pending_bytes + size_bytes > limit_bytes and until_s is None:
             return
         node.written = True
         if name in files or name in self._pending:
             return
         run = node.compute(name)
         with self._lock:
-            self._pending_bytes += size_bytes
-            self._pending.add(name)
+            self._pending[name] = size_bytes
 
         def save() -> None:
             if until_s is None or time.monotonic() < until_s:
                 files.save(*run.to_host())
             run.arrays.clear()
             with self._lock:
-                self._pending_bytes -= size_bytes
-                self._pending.discard(name)
+                del self._pending[name]
 
         self._writer.submit(save)
-
-    def _warn(self, tokens: int, needed_bytes: int, limit_bytes: int) -> None:
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "prefix_cache.too_large tokens=%d needed_bytes=%d limit_bytes=%d",
-                tokens, needed_bytes, limit_bytes,
-            )  # fmt: skip
 
 
 def _eviction_order(leaf: Node) -> tuple[bool, int]:

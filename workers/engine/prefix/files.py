@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,15 +114,15 @@ class PrefixCacheFiles:
         self._limit_bytes = limit_bytes
         self._model = model
         self._secret = secret
-        self._lock = threading.Lock()
         self._day_begin_s, self._day_bytes = self._read_budget()
         self._failed = False
         """Whether a write has failed, which is logged once."""
         self._names: dict[tuple[int, str], FileName] = {}
+        """By end and digest; threads change and copy it as a whole, each time in one operation."""
         for path in directory.iterdir():
             name = FileName.parse(path.name)
             if name is not None:
-                self._add(name)
+                self._names[name.end, name.digest] = name
             elif path.name.endswith(_SUFFIX) or _is_abandoned(path):
                 self._discard(path, "left by an earlier version, or half written")
         self._evict_for(0)
@@ -148,8 +147,7 @@ class PrefixCacheFiles:
 
         At least one token remains to be read.
         """
-        with self._lock:
-            names = dict(self._names)
+        names = dict(self._names)
         digest, at, found = self._digest(scope), 0, {}
         for end in sorted({end for end, _ in names if end < len(tokens)}):
             digest.update(tokens[at:end].tobytes())
@@ -170,7 +168,7 @@ class PrefixCacheFiles:
         """Read a file; return None if there is none, and delete one that is invalid."""
         path = self._path(name)
         if not path.exists():
-            self._remove(name)
+            self._names.pop((name.end, name.digest), None)
             return None
         try:
             if path.stat().st_size > self._limit_bytes + _MAX_HEADER_BYTES:
@@ -218,7 +216,7 @@ class PrefixCacheFiles:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
         else:
-            self._add(name)
+            self._names[name.end, name.digest] = name
 
     def drop(self, scope: str | None) -> None:
         """Delete all files of a scope, those of other models too; None: all files."""
@@ -226,17 +224,7 @@ class PrefixCacheFiles:
         with contextlib.suppress(OSError):
             for path in self._directory.iterdir():
                 if path.name.startswith(tag) and path.name.endswith((_SUFFIX, ".partial")):
-                    with contextlib.suppress(OSError):
-                        path.unlink(missing_ok=True)
-                    self._forget(path)
-
-    def _add(self, name: FileName) -> None:
-        with self._lock:
-            self._names[name.end, name.digest] = name
-
-    def _remove(self, name: FileName) -> None:
-        with self._lock:
-            self._names.pop((name.end, name.digest), None)
+                    self._delete(path)
 
     def _may_write(self, size_bytes: int) -> bool:
         now_s = time.time()
@@ -249,12 +237,12 @@ class PrefixCacheFiles:
 
     def _read_budget(self) -> tuple[float, int]:
         """Return when the day of the budget has begun, and the bytes written since."""
+        now_s = time.time()
         try:
             stored = json.loads((self._directory / _BUDGET).read_text())
             begin_s, written_bytes = float(stored["begin_s"]), int(stored["bytes"])
         except (OSError, ValueError, TypeError, KeyError):
-            return time.time(), 0
-        now_s = time.time()
+            return now_s, 0
         return (begin_s, written_bytes) if 0 <= now_s - begin_s < _DAY_S else (now_s, 0)
 
     def _write_budget(self) -> None:
@@ -277,14 +265,18 @@ class PrefixCacheFiles:
             if not expired and used_bytes + size_bytes <= self._limit_bytes:
                 return
             used_bytes -= file_bytes
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-            self._forget(path)
+            self._delete(path)
 
-    def _forget(self, path: Path) -> None:
+    def _discard(self, path: Path, reason: str) -> None:
+        logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)
+        self._delete(path)
+
+    def _delete(self, path: Path) -> None:
         name = FileName.parse(path.name)
         if name is not None:
-            self._remove(name)
+            self._names.pop((name.end, name.digest), None)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
     def _path(self, name: FileName) -> Path:
         return self._directory / f"{name}{_SUFFIX}"
@@ -297,12 +289,6 @@ class PrefixCacheFiles:
         key = blake2b(self._secret).digest()
         whole = whole_scope(scope).encode()  # so that a scope is deleted with all its parts
         return blake2b(whole, key=key, digest_size=8, person=b"scope").hexdigest()
-
-    def _discard(self, path: Path, reason: str) -> None:
-        logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)
-        self._forget(path)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
 
     def _hmac(self, key: str, prefix: HostPrefix) -> str:
         """Authenticate everything that a file says, under its model and its key."""

@@ -25,7 +25,13 @@ _QUANTIZED_ARRAYS = 6
 def quantize(layers: Sequence[KeysValues]) -> list[KeysValues]:
     """Quantise the layers that are not yet, and whose width has groups."""
     return [
-        tuple(part for array in layer for part in _quantize(array)) if _fits(layer) else layer
+        tuple(
+            part
+            for array in layer
+            for part in mx.quantize(array, group_size=_group_size(array), bits=BITS)
+        )
+        if _fits(layer)
+        else layer
         for layer in layers
     ]
 
@@ -51,10 +57,6 @@ def _fits(layer: KeysValues) -> bool:
 def _group_size(array: mx.array) -> int:
     """Return the size of the groups; 0 if the width has none."""
     return next((size for size in _GROUP_SIZES if array.shape[-1] % size == 0), 0)
-
-
-def _quantize(array: mx.array) -> Sequence[mx.array]:
-    return mx.quantize(array, group_size=_group_size(array), bits=BITS)
 
 
 def _dequantize(words: mx.array, scales: mx.array, biases: mx.array) -> mx.array:

@@ -120,23 +120,16 @@ class CacheLayout:
         return cls(arrays)
 
     @property
-    def token_bytes(self) -> int:
-        """Return the bytes of keys and values for each token."""
-        return sum(_size(array) for name, array in self.arrays.items() if has_token_axis(name))
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Return the bytes of a snapshot."""
-        return sum(_size(array) for name, array in self.arrays.items() if not has_token_axis(name))
-
-    @property
     def has_head(self) -> bool:
         """Return whether the nodes have a part for an MTP head."""
         return any(name.startswith("head.") for name in self.arrays)
 
-    def size_bytes(self, tokens: int, *, snapshots: int) -> int:
-        """Return the most bytes that the arrays of so many tokens and snapshots may have."""
-        return self.token_bytes * tokens + self.snapshot_bytes * snapshots
+    def size_bytes(self, tokens: int) -> int:
+        """Return the most bytes that the arrays of so many tokens and a snapshot may have."""
+        return sum(
+            _size(array) * (tokens if has_token_axis(name) else 1)
+            for name, array in self.arrays.items()
+        )
 
     def check(self, run: Prefetched, query: PrefixQuery, at: int) -> None:
         """Raise `TransferFailed` unless a run continues the first `at` tokens, for this model."""
@@ -188,12 +181,9 @@ class TransferPace:
 
     def record(self, source: str, size_bytes: int, duration_s: float, now_s: float) -> None:
         """Record a transfer, or the part of one that was ended."""
-        before = self._measured.pop(source, (0.0, 0.0, now_s))
-        self._measured[source] = (
-            _PACE_DECAY * before[0] + size_bytes,
-            _PACE_DECAY * before[1] + duration_s,
-            now_s,
-        )
+        sent_bytes, spent_s, _ = self._measured.pop(source, (0.0, 0.0, now_s))
+        sent_bytes, spent_s = _PACE_DECAY * sent_bytes, _PACE_DECAY * spent_s
+        self._measured[source] = sent_bytes + size_bytes, spent_s + duration_s, now_s
         for name in list(self._measured)[: -4 * MAX_TRANSFERS]:
             del self._measured[name]
 

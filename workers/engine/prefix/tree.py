@@ -85,8 +85,7 @@ def state_of(
     return RowState(attention, recurrent, head, last_hidden, windows=windows)
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """State after a token that keys and values do not contain."""
 
     recurrent: Sequence[Sequence[mx.array | None]]
@@ -96,7 +95,7 @@ class Snapshot:
     @property
     def size_bytes(self) -> int:
         """Return the size of all arrays."""
-        return _size_bytes((self.recurrent, self.last_hidden, self.windows))
+        return _size_bytes(self)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -132,8 +131,7 @@ class Node:
     @property
     def size_bytes(self) -> int:
         """Return the size of all arrays."""
-        snapshot_bytes = self.snapshot.size_bytes if self.snapshot else 0
-        return _size_bytes((self.attention, self.head)) + snapshot_bytes
+        return _size_bytes((self.attention, self.head, self.snapshot or ()))
 
     @property
     def token_bytes(self) -> int:
@@ -144,8 +142,7 @@ class Node:
 
     def path(self) -> list[Node]:
         """Return the nodes from the first run to this one."""
-        nodes = []
-        node = self
+        nodes, node = [], self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
@@ -194,11 +191,7 @@ class Node:
         """Compute all arrays; return them under the name of their file."""
         tree: dict[str, Any] = {"attention": self.attention, "head": self.head}
         if self.snapshot is not None:
-            tree |= {
-                "recurrent": self.snapshot.recurrent,
-                "hidden": self.snapshot.last_hidden,
-                "window": self.snapshot.windows,
-            }
+            tree |= zip(("recurrent", "hidden", "window"), self.snapshot, strict=True)
         arrays = {key: array for key, array in tree_flatten(tree) if array is not None}
         bfloat16 = frozenset(key for key, array in arrays.items() if array.dtype == mx.bfloat16)
         arrays |= {key: arrays[key].view(mx.uint16) for key in bfloat16}
@@ -229,12 +222,19 @@ class Node:
             return 0
         if found is not None and (found.last_hidden is not None or not state.head):
             return 0
-        hidden = state.last_hidden if state.head else None
-        recurrent = [[_copy(array) for array in arrays] for arrays in state.recurrent]
-        windows = [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in state.windows]
-        self.snapshot, self.written = Snapshot(recurrent, _copy(hidden), windows), False
-        mx.async_eval(recurrent, self.snapshot.last_hidden, windows)
+        self.snapshot = Snapshot(
+            [[_copy(array) for array in arrays] for arrays in state.recurrent],
+            _copy(state.last_hidden if state.head else None),
+            [(mx.contiguous(keys), mx.contiguous(values)) for keys, values in state.windows],
+        )
+        self.written = False
+        mx.async_eval(*self.snapshot)
         return self.snapshot.size_bytes - (found.size_bytes if found is not None else 0)
+
+    def drop_snapshot(self) -> int:
+        """Drop the snapshot; return its bytes."""
+        dropped, self.snapshot = self.snapshot, None
+        return dropped.size_bytes if dropped is not None else 0
 
     def add_head(self, state: RowState) -> int:
         """Copy the head's part if a row that did not draft left none; return the bytes."""
@@ -273,11 +273,6 @@ class Match:
     tokens: int
     """Tokens that the row need not read; the last node may have more."""
     snapshot: Snapshot | None
-
-    @property
-    def is_system_prompt(self) -> bool:
-        """Return whether the match ends with a system prompt."""
-        return bool(self.nodes[-1].keys)
 
     def restore(
         self, caches: Sequence[LayerCache], head_caches: Sequence[KVCache], slots: int

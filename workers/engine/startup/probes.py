@@ -72,8 +72,21 @@ def probe_native_verify(target: Target) -> bool:
     except Exception as error:  # a family may raise anything here
         logger.warning("model.native_verify_unsupported", exc_info=error)
         return False
-    trace = mx.abs(rejected - never_read).max() / mx.abs(accepted - never_read).max()
+    trace = _distance(rejected, never_read) / _distance(accepted, never_read)
     return bool(trace.item() < _VERIFY_NOISE)
+
+
+def _scores_after(graph: StepGraph, target: Target, *, verified: int, kept: int) -> mx.array:
+    lengths = _PROMPT_TOKENS if target.supports_batching else _PROMPT_TOKENS[:1]
+    offset = mx.array(lengths, dtype=mx.int32)
+    shift = mx.zeros_like(offset)
+    tokens = offset[:, None] + mx.arange(verified, dtype=mx.int32)
+    result = graph.verify(tokens, states_of(batch_caches(target, lengths)), offset, shift)
+    state: State = result.state
+    if verified > 1:
+        state = graph.roll_back(result.layers, mx.full(offset.shape, kept), verified)
+    following = offset[:, None] + 1
+    return graph.verify(following, state, offset + kept, shift).scores.astype(mx.float32)
 
 
 def probe_compiled_passes(target: Target) -> CompiledPasses:
@@ -92,9 +105,8 @@ def _compiles(target: Target, length: int) -> bool:
         expected = _scores_of_passes(never, target, length)
         found = _scores_of_passes(always, target, length)
         again = _scores_of_passes(never, target, length)  # traces must leave nothing in the model
-        distance = mx.abs(expected[0] - expected[-1]).max()
-        difference = mx.maximum(mx.abs(found - expected).max(), mx.abs(again - expected).max())
-        share = (difference / distance).item()
+        difference = mx.maximum(_distance(found, expected), _distance(again, expected))
+        share = (difference / _distance(expected[0], expected[-1])).item()
     except Exception as error:  # noqa: BLE001  # a family may raise anything here
         logger.info("model.not_compiled tokens=%d reason=%s", length, type(error).__name__)
         return False
@@ -124,41 +136,37 @@ def _scores_of_passes(graph: StepGraph, target: Target, length: int) -> mx.array
     return mx.stack(scores)
 
 
-def _scores_after(graph: StepGraph, target: Target, *, verified: int, kept: int) -> mx.array:
-    lengths = _PROMPT_TOKENS if target.supports_batching else _PROMPT_TOKENS[:1]
-    offset = mx.array(lengths, dtype=mx.int32)
-    shift = mx.zeros_like(offset)
-    tokens = offset[:, None] + mx.arange(verified, dtype=mx.int32)
-    caches = batch_caches(target, lengths)
-    result = graph.verify(tokens, states_of(caches), offset, shift)
-    state: State = result.state
-    if verified > 1:
-        state = graph.roll_back(result.layers, mx.full(offset.shape, kept), verified)
-    following = offset[:, None] + 1
-    return graph.verify(following, state, offset + kept, shift).scores.astype(mx.float32)
-
-
 def probe_shared_rows(target: Target) -> bool:
     """Return whether the scores of rows in a batch are those of each row alone.
 
     Compares a batch of one row, and one of two rows of different lengths.
     """
+
+    def next_scores(caches: Sequence[LayerCache], lengths: Sequence[int]) -> mx.array:
+        """Append one token to every row; return the scores after it: [rows, vocabulary]."""
+        positions = mx.array([[tokens] for tokens in lengths], dtype=mx.int32)
+        scores = target.scores(target.forward(mx.ones_like(positions), caches, positions))
+        return scores[:, -1].astype(mx.float32)
+
+    one = _PROMPT_TOKENS[:1]
     try:
-        alone = [_next_scores(target, _read_prompt(target, n, n), [n]) for n in _PROMPT_TOKENS]
+        alone = [next_scores(_read_prompt(target, n, n), [n]) for n in _PROMPT_TOKENS]
         expected = mx.concatenate(alone)
-        one = _PROMPT_TOKENS[:1]
-        first = _next_scores(target, batch_caches(target, one), one)
-        both = _next_scores(target, batch_caches(target, _PROMPT_TOKENS), _PROMPT_TOKENS)
+        first = next_scores(batch_caches(target, one), one)
+        both = next_scores(batch_caches(target, _PROMPT_TOKENS), _PROMPT_TOKENS)
+        difference = mx.maximum(_distance(first, expected[:1]), _distance(both, expected))
+        share = (difference / _distance(expected[0], expected[1])).item()
     except Exception as error:  # a family may raise anything here
         logger.warning("model.batching_unsupported", exc_info=error)
         return False
-    distance = mx.abs(expected[0] - expected[1]).max()
-    difference = mx.maximum(mx.abs(first - expected[:1]).max(), mx.abs(both - expected).max())
-    share = (difference / distance).item()
     if share < _BATCH_NOISE:
         return True
     logger.warning("model.batching_unsupported relative_difference=%.2f", share)
     return False
+
+
+def _distance(first: mx.array, second: mx.array) -> mx.array:
+    return mx.abs(first - second).max()
 
 
 def probe_cache_layout(
@@ -172,12 +180,9 @@ def probe_cache_layout(
         assert head is not None
         head.forward(tokens[:, 1:], output[:, :-1], head_caches, positions[:, :-1])
     state = state_of(caches, head_caches, output[:, -1:] if head is not None else None)
-    prefix_cache, prompt = (
-        PrefixCache(_NODE_BYTES, quantized=quantized),
-        np.zeros(MIN_TOKENS, np.int64),
-    )
-    prefix_cache.store("", prompt, state, room_bytes=_NODE_BYTES)
-    run = prefix_cache.read_run("", prompt, 0, MIN_TOKENS, _NODE_BYTES)
+    cache, prompt = PrefixCache(_NODE_BYTES, quantized=quantized), np.zeros(MIN_TOKENS, np.int64)
+    cache.store("", prompt, state, room_bytes=_NODE_BYTES)
+    run = cache.read_run("", prompt, 0, MIN_TOKENS, _NODE_BYTES)
     assert run is not None, "the cache has room for it"
     windows = [window_tokens(cache) for cache in caches if isinstance(cache, FamilyWindow)]
     return CacheLayout.of(run.to_host()[1], windows)
@@ -192,15 +197,6 @@ def batch_caches(target: Target, prompts_tokens: Sequence[int]) -> list[LayerCac
         for cache, new in zip(batch, other, strict=True):
             cache.extend(new)
     return batch
-
-
-def _next_scores(
-    target: Target, caches: Sequence[LayerCache], prompts_tokens: Sequence[int]
-) -> mx.array:
-    """Append one token to every row; return the scores after it: [rows, vocabulary]."""
-    positions = mx.array([[tokens] for tokens in prompts_tokens], dtype=mx.int32)
-    scores = target.scores(target.forward(mx.ones_like(positions), caches, positions))
-    return scores[:, -1].astype(mx.float32)
 
 
 def _read_prompt(target: Target, first_token: int, length: int) -> list[LayerCache]:

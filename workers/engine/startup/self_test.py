@@ -7,13 +7,17 @@ accepted) from a broken one (almost none).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.protocol import Speculation
 from paceline.request.profile import Bypass, Sampling
-from workers.engine.decode.row import EventSink, Row, SpeculationCounter
+from workers.engine.decode.row import EventSink, Row
+from workers.engine.decode.step_graph import StepGraph
 from workers.engine.lane.scheduler import LaneScheduler
+from workers.engine.startup.head_speed import Restore
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import (
@@ -25,6 +29,8 @@ from workers.engine.types import (
     ModelUnusable,
     Prompt,
 )
+
+logger = logging.getLogger(__name__)
 
 QUESTIONS = (
     "Count from 1 to 40.",
@@ -82,6 +88,35 @@ Progress = Callable[[int, int], None]
 """Is called with the number of answers so far, and of all."""
 
 
+def settle_head(
+    graph: StepGraph,
+    make_lane: Callable[[], LaneScheduler],
+    prompts: PromptRenderer,
+    progress: Progress,
+    restore: Restore | None,
+) -> HeadHealth:
+    """Test the head of a graph, and decide with which weights and shortlist it drafts.
+
+    One that fails is tested again with its own weights and over the whole vocabulary. A healthy one
+    loses its shortlist alone, if that does not pay. `restore` gives it its own weights back; None
+    if it has them.
+    """
+    head = graph.head
+    assert head is not None
+    health, shortlist = check_head(make_lane(), prompts, progress), head.shortlist
+    if health.healthy:
+        if shortlist and not shortlist.settle(health.first_token_acceptance, health.answers):
+            head.shortlist = None
+    elif restore or shortlist:
+        head.shortlist = None
+        if restore is not None:
+            restore()
+        graph.forget()
+        health = check_head(make_lane(), prompts, progress)
+    logger.info("mtp_head.tested %s", health.description)
+    return health
+
+
 def check_head(
     lane: LaneScheduler, prompts: PromptRenderer, progress: Progress = lambda *_: None
 ) -> HeadHealth:
@@ -94,7 +129,10 @@ def check_head(
             progress(len(ends), len(QUESTIONS))
 
     progress(0, len(QUESTIONS))
-    rows = [_row(lane, prompts, question, 1, ANSWER_TOKENS, sink=record) for question in QUESTIONS]
+    rows = [
+        greedy_row(lane, prompts, chat_prompt(prompts, question), draft_tokens=1, sink=record)
+        for question in QUESTIONS
+    ]
     for row in rows:
         lane.add(row)
     while lane.busy:
@@ -124,8 +162,11 @@ def warm_up(
     for draft_tokens in range(max_draft_tokens + 1):
         progress(draft_tokens, max_draft_tokens + 1)
         for question in QUESTIONS[:2]:
-            max_tokens = 2 * (draft_tokens + 2)
-            lane.add(_row(lane, prompts, question, draft_tokens, max_tokens, sink=ends.append))
+            row = greedy_row(
+                lane, prompts, chat_prompt(prompts, question),
+                draft_tokens=draft_tokens, max_tokens=2 * (draft_tokens + 2), sink=ends.append,
+            )  # fmt: skip
+            lane.add(row)
         while lane.busy:
             lane.step()
     if lane.looks_up and not lane.has_head:
@@ -139,8 +180,8 @@ def warm_up(
 
 def _warm_up_lookup(lane: LaneScheduler, prompts: PromptRenderer, draft_tokens: int) -> None:
     """Run a verify without a head; text that repeats itself makes a lookup likely."""
-    row = _row(lane, prompts, QUESTIONS[0], draft_tokens, ANSWER_TOKENS)
-    row.prompt = prompts.prepare(Prompt(text=f"{QUESTIONS[0]}\n" * 4))
+    prompt = Prompt(text=f"{QUESTIONS[0]}\n" * 4)
+    row = greedy_row(lane, prompts, prompt, draft_tokens=draft_tokens, max_tokens=ANSWER_TOKENS)
     row.looks_up = True
     lane.add(row)
     while lane.busy and not row.speculation.steps:
@@ -150,25 +191,32 @@ def _warm_up_lookup(lane: LaneScheduler, prompts: PromptRenderer, draft_tokens: 
         lane.step()
 
 
-def _row(
-    lane: LaneScheduler,
-    prompts: PromptRenderer,
-    question: str,
-    draft_tokens: int,
-    max_tokens: int,
-    *,
-    sink: EventSink = lambda _: None,
-) -> Row:
+def chat_prompt(prompts: PromptRenderer, question: str) -> Prompt:
+    """Return the prompt of a question, of which nothing is cached."""
     try:
         text = prompts.chat([{"role": "user", "content": question}])
     except InvalidGeneration:  # a base model has no chat template
         text = question
+    return Prompt(text=text, scope=None)
+
+
+def greedy_row(
+    lane: LaneScheduler,
+    prompts: PromptRenderer,
+    prompt: Prompt,
+    *,
+    draft_tokens: int = 0,
+    max_tokens: int = ANSWER_TOKENS,
+    sink: EventSink = lambda _: None,
+    **options: Any,
+) -> Row:
+    """Return a row without a client; `options` are further fields of its generation."""
     greedy = Sampling(temperature=0)
-    prompt = Prompt(text=text)
+    generation = Generation(
+        request_id="self-test", lane=lane.name, prompt=prompt, sampling=greedy, **options
+    )
     return Row(
-        generation=Generation(
-            request_id="self-test", lane=lane.name, prompt=prompt, sampling=greedy
-        ),
+        generation=generation,
         prompt=prompts.prepare(prompt),
         seed=0,
         max_tokens=max_tokens,
@@ -177,6 +225,5 @@ def _row(
         draft_tokens_fixed=True,
         with_head=lane.has_head,
         text=TextStream(prompts.decode),
-        speculation=SpeculationCounter(draft_tokens),
         sink=sink,
     )

@@ -12,21 +12,30 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cached_property
-from itertools import takewhile
-from typing import Any, Final
+from itertools import product, takewhile
+from typing import Any, Final, TypeAlias
 
 import jinja2
 
-from workers.engine.text.history_style import CallStyle, HistoryStyle, Message, find_style, joined
 from workers.engine.text.reasoning import effort_variables, template_variables
+from workers.engine.text.template_limits import (
+    ARGUMENT,
+    CALL_CHAT,
+    TemplateLimits,
+    find_limits,
+    joined,
+)
 from workers.engine.text.tool_formats import ToolFormat, detect_tool_format
 from workers.engine.types import InvalidGeneration
 
 logger = logging.getLogger(__name__)
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Variables: TypeAlias = Mapping[str, Any]
 
 _PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
 # Placeholders that mlx-vlm's processors replace by a picture's tokens wherever they occur: they are
@@ -40,7 +49,14 @@ _SEPARATOR = "\ufdd0"
 
 _TOOLS_FIELD = re.compile(r"message(?:\.tools|\[['\"]tools['\"]\])")
 """Phi-4's template reads the tools from the system message."""
-_CALLED, _ARGUMENT, _RESULT = "Bravo", "Charlie", "Echo"
+_CHAT: Final = [{"role": "user", "content": "Alpha"}]
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "Foxtrot",
+        "parameters": {"properties": {ARGUMENT: {"type": ["string", "null"]}}},
+    },
+}
 
 
 class ChatTemplate:
@@ -48,7 +64,11 @@ class ChatTemplate:
 
     def __init__(self, processor: Any) -> None:
         self._tokenizer = getattr(processor, "tokenizer", processor)
-        self._control = ControlTokenEscaper(_control_spellings(self._tokenizer))
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special}
+        self._control = ControlTokenEscaper(
+            {*self._tokenizer.all_special_tokens, *special, *_PICTURE_PLACEHOLDERS}
+        )
         has_template = getattr(processor, "chat_template", None)
         self._templated = processor if has_template else self._tokenizer
         self._continues: dict[str, bool] = {}
@@ -81,9 +101,9 @@ class ChatTemplate:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
+        template_kwargs: Variables | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -104,29 +124,27 @@ class ChatTemplate:
             plain = self._with_tools(tools, plain, arguments)
         else:
             arguments |= self._functions(())
-        plain = self.history_style.apply(plain, self.tool_format)
+        plain = self.limits.apply(plain)
         if continue_final_message:
             arguments["continue_final_message"] = True
         try:
             rendered = self._templated.apply_chat_template(
                 plain, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
             )
-        except RecursionError as error:
-            raise InvalidGeneration(
-                "messages",
-                "These messages or tools are nested too deeply for the model's chat template.",
-            ) from error
         except Exception as error:  # a template adds, indexes and calls what a client has sent
-            logger.info("template.rejected", exc_info=error)
-            if continue_final_message:
-                raise InvalidGeneration(
-                    "continue_final_message",
-                    "The model's chat template cannot go on from the last message.",
-                ) from error
-            reason = f": {error}" if isinstance(error, jinja2.TemplateError) else "."
-            raise InvalidGeneration(
-                "messages", f"The model's chat template rejects these messages{reason}"
-            ) from error
+            param, fault = "messages", "The model's chat template rejects these messages."
+            if isinstance(error, RecursionError):
+                fault = (
+                    "These messages or tools are nested too deeply for the model's chat template."
+                )
+            else:
+                logger.info("template.rejected", exc_info=error)
+                if continue_final_message:
+                    param = "continue_final_message"
+                    fault = "The model's chat template cannot go on from the last message."
+                elif isinstance(error, jinja2.TemplateError):
+                    fault = f"{fault[:-1]}: {error}"
+            raise InvalidGeneration(param, fault) from error
         return str(rendered)
 
     @cached_property
@@ -135,96 +153,58 @@ class ChatTemplate:
 
         Thinking takes seconds, so a request has to enable it where the model can do without.
         """
-        chat, variables = [{"role": "user", "content": "Alpha"}], {"enable_thinking": False}
-        refused = not self._render(chat, **variables) and self._render(chat)
+        variables = {"enable_thinking": False}
+        refused = not self._render(_CHAT, **variables) and self._render(_CHAT)
         return {} if refused else variables
 
     def _with_tools(
-        self,
-        tools: Sequence[Mapping[str, Any]],
-        messages: list[dict[str, Any]],
-        arguments: dict[str, Any],
+        self, tools: Messages, messages: list[dict[str, Any]], arguments: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """Give the tools to the template: to its variable, to its field, or in a message."""
-        known = self._control.split([self._tool(tool) for tool in tools])
-        if functions := self._functions(self._control.split(tools)):
+        plain = self._control.split(tools)
+        if functions := self._functions(plain):
             arguments |= functions
             return messages
-        if self._tool_style and "tools" in template_variables(self._template):
-            arguments["tools"] = known
+        if self._tool_changes is not None and "tools" in template_variables(self._template):
+            arguments["tools"] = self._control.split([self._tool(tool) for tool in tools])
             return messages
-        listed = [tool["function"] for tool in self._control.split(tools)]
         if _TOOLS_FIELD.search(self._template):
-            return _with_system(messages, "", tools=json.dumps(listed, ensure_ascii=False))
-        lines = [json.dumps(function, ensure_ascii=False) for function in listed]
+            return _with_system(messages, "", tools=_listed(plain))
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in plain]
         text = "\n".join(["You can use these functions:", *lines])
         if self._call_example:
             text += f"\nTo use them, write:\n{self._call_example}"
-        if self.history_style.system:
+        if self.limits.system:
             return _with_system(messages, text)
         first = messages[0]
         return [{**first, "content": joined([text, first["content"]])}, *messages[1:]]
 
-    def _functions(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _functions(self, tools: Messages) -> dict[str, Any]:
         """Return the variables by which Firefunction's template knows tools; empty for others."""
         names = template_variables(self._template)
         if "functions" not in names or "tools" in names:
             return {}
-        listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
-        return {"functions": listed, "datetime": datetime.now(UTC).date().isoformat()}
+        return {"functions": _listed(tools), "datetime": datetime.now(UTC).date().isoformat()}
 
     @cached_property
-    def _tool_style(self) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-        """How the template takes a tool: with which changes, or not at all."""
-        chat = [{"role": "user", "content": "Alpha"}]
-        plain = _tool_for_template(_PROBE_TOOL)
-        for style in (dict, _described, _with_single_types, _described_with_single_types):
-            if self._render(chat, tools=[style(plain)]):
-                return style
-        return None if self._render(chat) else dict
+    def _tool_changes(self) -> dict[str, bool] | None:
+        """The first changes of a tool with which the template takes it; None if it takes none."""
+        for single, described in product((False, True), repeat=2):
+            changes = {"described": described, "single_types": single}
+            if self._render(_CHAT, tools=[_tool_for_template(_PROBE_TOOL, **changes)]):
+                return changes
+        return None if self._render(_CHAT) else {}
 
     def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        known = _tool_for_template(tool)
-        return self._tool_style(known) if self._tool_style else known
+        return _tool_for_template(tool, **(self._tool_changes or {}))
 
     @cached_property
-    def history_style(self) -> HistoryStyle:
+    def limits(self) -> TemplateLimits:
         """What the template takes of a history."""
-        style = find_style(self._render_probe, self.tool_format, self._call_style)
-        if style.changes:
-            logger.info("template.histories_changed %s", style.changes)
-        return style
-
-    def _render_probe(self, chat: Sequence[Message], with_tools: bool) -> str:
-        # Some templates render nothing without tools.
-        return self._try_render(chat, [_PROBE_TOOL] if with_tools else None)
-
-    def _call_style(self, base: HistoryStyle) -> CallStyle:
-        """Return how the template takes calls and results: the first way that renders both."""
-        named = self.tool_format is not None and self.tool_format.named_ids
-        rendered = {
-            style: self._render_call(replace(base, calls=style))
-            for style in (
-                CallStyle(named_ids=named),
-                CallStyle(named_ids=named, json_arguments=True),
-            )
-        }
-        shown = [
-            style
-            for style, text in rendered.items()
-            if _CALLED in text and _ARGUMENT in text
-            # Quotes within a text, or within markup, to which a template adds a mapping.
-            if f'\\"{_ARGUMENT}' not in text and f"&#34;{_CALLED}" not in text
-        ]
-        # Python writes a mapping in these quotes where a template expects JSON text.
-        as_json = (style for style in shown if f"'{_ARGUMENT}'" not in rendered[style])
-        style = next(as_json, shown[0] if shown else CallStyle(in_text=True))
-        texts = [rendered[style]] if shown else rendered.values()
-        return replace(
-            style,
-            results_in_text=not any(_RESULT in text for text in texts),
-            short_ids=self.tool_format is not None and self.tool_format.short_ids,
-        )
+        limits = find_limits(self._render_probe, self.tool_format)
+        if limits.changes:
+            logger.info("template.histories_changed %s", limits.changes)
+        return limits
 
     @cached_property
     def _call_example(self) -> str:
@@ -232,50 +212,31 @@ class ChatTemplate:
         known = self.tool_format
         if known is None or not known.end:
             return ""
-        rendered = self._render_call(self.history_style)
+        rendered = self._render_probe(self.limits.apply(CALL_CHAT), True)
         begin, end = rendered.rfind(known.begin), rendered.rfind(known.end)
         return rendered[begin : end + len(known.end)] if 0 <= begin < end else ""
 
-    def _render_call(self, style: HistoryStyle) -> str:
-        """Return the rendering of a chat with a call and its result; empty if it is rejected."""
-        call = {"name": _CALLED, "arguments": {_ARGUMENT: "Delta"}}
-        chat: list[Message] = [
-            {"role": "user", "content": "Alpha"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "abcdefgh1", "type": "function", "function": call}],
-            },
-            {"role": "tool", "tool_call_id": "abcdefgh1", "name": _CALLED, "content": _RESULT},
-        ]
-        return self._render_probe(style.apply(chat, self.tool_format), with_tools=True)
-
-    def _try_render(
-        self, chat: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
-        """Return a rendering with tools; empty if the template rejects it."""
-        arguments: dict[str, Any] = self._functions(tools or ())
-        if tools and self._tool_style:
-            arguments["tools"] = [self._tool(tool) for tool in tools]
+    def _render_probe(self, chat: Messages, with_tools: bool) -> str:
+        """Return a rendering, with a tool because some templates render no call without."""
+        arguments: dict[str, Any] = self._functions([_PROBE_TOOL] if with_tools else [])
+        if with_tools and self._tool_changes is not None:
+            arguments["tools"] = [self._tool(_PROBE_TOOL)]
         return self._render(chat, **arguments)
 
-    def _render(self, chat: Sequence[Message], **arguments: Any) -> str:
+    def _render(self, chat: Messages, **arguments: Any) -> str:
         """Return a rendering; empty if the template rejects it."""
+        arguments |= {"tokenize": False, "add_generation_prompt": True}
         try:
-            return str(
-                self._templated.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=True, **arguments
-                )
-            )
+            return str(self._templated.apply_chat_template(chat, **arguments))
         except Exception as error:
             logger.debug("template.probe_rejected", exc_info=error)
             return ""
 
     def shared_prefix(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
+        template_kwargs: Variables | None = None,
     ) -> str:
         """Return the text with which every prompt with these system messages and tools begins.
 
@@ -296,41 +257,36 @@ class ChatTemplate:
     def turn_end(
         self,
         text: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        messages: Messages,
+        tools: Messages | None = None,
+        template_kwargs: Variables | None = None,
     ) -> int:
         """Return the length of the rendered `text` up to the end of the last message.
 
         A rendering with a further turn agrees up to there, with any template. One that demands
         alternating roles gets an answer first; the next prompt of the chat then agrees as far.
         """
-        answer, question = ({"role": role, "content": "Alpha"} for role in ("assistant", "user"))
-        ends_turn = messages[-1]["role"] == "assistant" or not self.history_style.alternates
-        for further in ([question], [answer, question])[not ends_turn :]:
-            try:
+        answer = {"role": "assistant", "content": "Alpha"}
+        ends_turn = messages[-1]["role"] == "assistant" or not self.limits.alternates
+        for further in (_CHAT, [answer, *_CHAT])[not ends_turn :]:
+            with suppress(InvalidGeneration):
                 longer = self.chat([*messages, *further], tools, template_kwargs)
-            except InvalidGeneration:
-                continue
-            return common_length(text, longer)
+                return common_length(text, longer)
         return 0
 
-    def continues(self, template_kwargs: Mapping[str, Any] | None = None) -> bool:
+    def continues(self, template_kwargs: Variables | None = None) -> bool:
         """Return whether the next prompt of a chat begins with this one and its answer.
 
         It does not where a template leaves out the reasoning of earlier answers, for example.
         """
         key = repr(template_kwargs or {})
         if key not in self._continues:
-            question, answer = (
-                {"role": role, "content": "Alpha"} for role in ("user", "assistant")
-            )
-            try:
-                first = self.chat([question], None, template_kwargs)
-                second = self.chat([question, answer, question], None, template_kwargs)
+            answer = {"role": "assistant", "content": "Alpha"}
+            known = False
+            with suppress(InvalidGeneration):
+                first = self.chat(_CHAT, None, template_kwargs)
+                second = self.chat([*_CHAT, answer, *_CHAT], None, template_kwargs)
                 known = second.startswith(f"{first}Alpha")
-            except InvalidGeneration:
-                known = False
             if len(self._continues) >= _MAX_TEMPLATE_VARIABLES:
                 self._continues.clear()
             self._continues[key] = known
@@ -353,67 +309,53 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "content": content}
 
 
-_PROBE_TOOL: Final = {
-    "type": "function",
-    "function": {
-        "name": "Foxtrot",
-        "parameters": {"properties": {_ARGUMENT: {"type": ["string", "null"]}}},
-    },
-}
+def _tool_for_template(
+    tool: Mapping[str, Any], *, described: bool = False, single_types: bool = False
+) -> dict[str, Any]:
+    """Return a tool with the fields that OpenAI's clients may leave out and templates read.
 
-
-def _described(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool whose arguments have descriptions, which Command R+'s template reads."""
-    function = tool["function"]
-    properties = {
-        name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
-        for name, schema in function["parameters"]["properties"].items()
-    }
-    parameters = {**function["parameters"], "properties": properties}
-    return {**tool, "function": {**function, "parameters": parameters}}
-
-
-def _with_single_types(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool of which each value has one type; Hermes' template takes no list of them."""
-
-    def single(schema: Any) -> Any:
-        if isinstance(schema, list):
-            return [single(one) for one in schema]
-        if not isinstance(schema, Mapping):
-            return schema
-        plain = {name: single(value) for name, value in schema.items()}
-        kinds = plain.get("type")
-        if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
-            plain["type"] = next((kind for kind in kinds if kind != "null"), "null")
-        return plain
-
-    function = tool["function"]
-    return {**tool, "function": {**function, "parameters": single(function["parameters"])}}
-
-
-def _described_with_single_types(tool: dict[str, Any]) -> dict[str, Any]:
-    return _described(_with_single_types(tool))
-
-
-def _tool_for_template(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool with the fields that OpenAI's clients may leave out and templates read."""
+    Command R+'s template reads the description of each argument, and Hermes' takes no list of
+    types for a value.
+    """
     function = {name: value for name, value in tool["function"].items() if value is not None}
     parameters = dict(function.get("parameters", ()))
     parameters.setdefault("type", "object")
     parameters.setdefault("properties", {})
+    if single_types:
+        parameters = _with_single_types(parameters)
+    if described:
+        parameters["properties"] = {
+            name: {"description": "", **schema} if isinstance(schema, Mapping) else schema
+            for name, schema in parameters["properties"].items()
+        }
     function.setdefault("description", "")
     return {**tool, "function": {**function, "parameters": parameters}}
+
+
+def _listed(tools: Messages) -> str:
+    return json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+
+
+def _with_single_types(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_single_types(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    plain = {name: _with_single_types(value) for name, value in schema.items()}
+    kinds = plain.get("type")
+    if isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
+        plain["type"] = next((kind for kind in kinds if kind != "null"), "null")
+    return plain
 
 
 def _with_system(
     messages: Sequence[dict[str, Any]], text: str, **fields: Any
 ) -> list[dict[str, Any]]:
     """Add text, and fields for the template, to the system message; add one if there is none."""
-    leading = messages[0] if messages and messages[0]["role"] == "system" else None
-    if leading is None:
+    if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": text, **fields}, *messages]
-    content = joined([leading["content"], text])
-    return [{**leading, "content": content, **fields}, *messages[1:]]
+    leading, *rest = messages
+    return [{**leading, "content": joined([leading["content"], text]), **fields}, *rest]
 
 
 class ControlTokenEscaper:
@@ -426,7 +368,8 @@ class ControlTokenEscaper:
     def split(self, value: Any) -> Any:
         """Return the same texts, mappings and lists with every control token split in two."""
         if isinstance(value, str):
-            return self._any.sub(_split_match, value.replace(_SEPARATOR, ""))
+            plain = value.replace(_SEPARATOR, "")
+            return self._any.sub(lambda found: found[0][:1] + _SEPARATOR + found[0][1:], plain)
         if isinstance(value, Mapping):
             return {self.split(name): self.split(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -437,17 +380,6 @@ class ControlTokenEscaper:
 def split_pieces(text: str) -> list[str]:
     """Return the pieces of a text that are tokenized apart."""
     return text.split(_SEPARATOR)
-
-
-def _split_match(spelled: re.Match[str]) -> str:
-    return spelled[0][:1] + _SEPARATOR + spelled[0][1:]
-
-
-def _control_spellings(tokenizer: Any) -> set[str]:
-    """Return the tokenizer's special tokens, named or not, and the processors' placeholders."""
-    added = tokenizer.added_tokens_decoder.values()
-    special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-    return special | _PICTURE_PLACEHOLDERS
 
 
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:

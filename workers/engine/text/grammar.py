@@ -13,13 +13,16 @@ import json
 import logging
 import re
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from time import thread_time
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import numpy as np
@@ -28,8 +31,8 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline.protocol import whole_scope
 from paceline.request.constraint import TOOL_GRAMMARS, Constraint, ConstraintKind
-from workers.engine.text.grammar_source import LIMITS, Vocabulary
-from workers.engine.text.grammar_trial import STACK_BYTES, ConstraintRejected, ConstraintTrial
+from workers.engine.text.grammar_source import CALL_KINDS, Vocabulary, matcher_of
+from workers.engine.text.grammar_trial import STACK_BYTES, ConstraintTrial, Refusal
 from workers.engine.text.reasoning import ANSWERING, NextToken, ReasoningState
 from workers.engine.text.tokenizer import token_bytes
 from workers.engine.types import InvalidGeneration
@@ -51,22 +54,9 @@ _Key: TypeAlias = tuple[str, Constraint, tuple[str, str] | None]
 _Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
 """A matcher at the beginning, and the tokens that are forced there."""
 
-
 _Place: TypeAlias = tuple[int, Sequence[int]]
 """The index of a mask, and the tokens of a draft that follow there, each of which has one too."""
 
-
-class _Refusal(NamedTuple):
-    """Why a constraint has no grammar, as the client is told."""
-
-    message: str
-    function: str = ""
-    """The function whose own grammar is at fault, if one is."""
-
-
-_Future: TypeAlias = "Future[_Compiled | _Refusal]"
-
-_SCHEMAS = (ConstraintKind.JSON, ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS)
 _UNSATISFIABLE = "No answer can satisfy the constraint."
 # What llguidance's messages say, and what the client is told: its own text never leaves the worker.
 _JSON_ERRORS = (
@@ -100,11 +90,12 @@ class GrammarCompiler:
     """The compiled grammars of one model; methods are safe to call from any thread."""
 
     def __init__(self, processor: Any, vocabulary: int, ends: frozenset[int]) -> None:
-        self._cache: OrderedDict[_Key, _Compiled | _Refusal] = OrderedDict()
+        self._cache: OrderedDict[_Key, _Compiled | Refusal] = OrderedDict()
         """What is wrong with a constraint instead, where the worker refused it."""
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
-        self._waiting: OrderedDict[str, deque[tuple[_Future, _Key, Constraint]]] = OrderedDict()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Of each scope: the thread has one constraint of it at a time, and takes the first."""
         self._ends = sorted(ends)
         self._trial: ConstraintTrial | None = None
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -113,11 +104,6 @@ class GrammarCompiler:
             self._tokenizer = self._thread.submit(self._load_tokenizer, tokenizer, vocabulary)
         finally:
             threading.stack_size(before)
-
-    @property
-    def cached(self) -> int:
-        """Return the number of constraints whose grammar, or whose error, is known."""
-        return len(self._cache)
 
     async def matcher(
         self,
@@ -134,14 +120,18 @@ class GrammarCompiler:
         key = (scope or "", constraint._replace(value=json.dumps(constraint.value)), call_marks)
         compiled = self._lookup(key)
         if compiled is None:
-            future = self._submit(whole_scope(scope or ""), key, constraint)
+            turn = self._turns.setdefault(whole_scope(scope or ""), asyncio.Lock())
+            loop = asyncio.get_running_loop()
             try:
-                async with asyncio.timeout(COMPILE_TIMEOUT_S):
-                    compiled = await asyncio.wrap_future(future)
+                async with asyncio.timeout(COMPILE_TIMEOUT_S), turn:
+                    compiled = self._lookup(key)  # another request may have compiled it meanwhile
+                    if compiled is None:
+                        work = partial(self._compile, constraint, key)
+                        compiled = await loop.run_in_executor(self._thread, work)
             except TimeoutError as error:
-                refusal = _Refusal("The worker takes too long to compile it.")
+                refusal = Refusal("The worker takes too long to compile it.", told=True)
                 raise _invalid(constraint, refusal) from error
-        if isinstance(compiled, _Refusal):
+        if isinstance(compiled, Refusal):
             raise _invalid(constraint, compiled)
         words = (self._tokenizer.result().vocab_size + 31) // 32
         state, forced = compiled
@@ -153,56 +143,35 @@ class GrammarCompiler:
         if self._trial is not None:
             self._trial.close()
 
-    def _lookup(self, key: _Key) -> _Compiled | _Refusal | None:
+    def _lookup(self, key: _Key) -> _Compiled | Refusal | None:
         with self._lock:
             compiled = self._cache.get(key)
             if compiled is not None:
                 self._cache.move_to_end(key)
             return compiled
 
-    def _submit(self, scope: str, key: _Key, constraint: Constraint) -> _Future:
-        future: _Future = Future()
-        with self._lock:
-            self._waiting.setdefault(scope, deque()).append((future, key, constraint))
-        self._thread.submit(self._compile_next)
-        return future
-
-    def _compile_next(self) -> None:
-        """Compile the next constraint of the scope that has waited longest."""
-        with self._lock:
-            scope, waiting = self._waiting.popitem(last=False)
-            future, key, constraint = waiting.popleft()
-            if waiting:
-                self._waiting[scope] = waiting
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            # Another request may have compiled it meanwhile.
-            future.set_result(self._lookup(key) or self._compile(constraint, key))
-        except BaseException as error:  # noqa: BLE001  # for who waits
-            future.set_exception(error)
-
-    def _compile(self, constraint: Constraint, key: _Key) -> _Compiled | _Refusal:
+    def _compile(self, constraint: Constraint, key: _Key) -> _Compiled | Refusal:
         """Compile a constraint; return what the client is told instead, if it has no grammar."""
         try:
             tokenizer = self._tokenizer.result()
         except Exception as error:  # whatever a tokenizer raises
             logger.warning("grammar.no_tokenizer", exc_info=error)
-            return _Refusal("This model's tokenizer supports no constraints.")
+            return Refusal("This model's tokenizer supports no constraints.", told=True)
         assert self._trial is not None, "it is made with the tokenizer"
-        compiled: _Compiled | _Refusal
-        try:
-            source = self._trial.source(constraint, key[2])
-            state = LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
+        compiled: _Compiled | Refusal
+        source = self._trial.source(constraint, key[2])
+        if isinstance(source, Refusal):
+            compiled = source
+        else:
+            state = matcher_of(source, tokenizer)
             state.compute_bitmask()  # the most expensive mask: here it delays nobody's answer
             compiled = state, state.compute_ff_tokens()
             if state.is_error():
-                compiled = _Refusal(_explain(constraint, state.get_error()))
+                compiled = Refusal(state.get_error())
             elif state.is_stopped():
-                compiled = _Refusal(_UNSATISFIABLE)
-        except ConstraintRejected as error:
-            message = error.message or _explain(constraint, str(error), error.function)
-            compiled = _Refusal(message, error.function)
+                compiled = Refusal(_UNSATISFIABLE, told=True)
+        if isinstance(compiled, Refusal) and not compiled.told:
+            compiled = compiled._replace(reason=_explain(constraint, compiled), told=True)
         with self._lock:
             self._cache[key] = compiled
             if len(self._cache) > CACHED_GRAMMARS:
@@ -210,7 +179,6 @@ class GrammarCompiler:
         return compiled
 
     def _load_tokenizer(self, tokenizer: Any, size: int) -> LLTokenizer:
-        """Load the tokenizer for llguidance, with every token of the model's scores."""
         size = max(size, len(tokenizer))
         if isinstance(tokenizer, PreTrainedTokenizerFast):
             # Added tokens may be missing from the file of the tokenizer.
@@ -230,27 +198,23 @@ class GrammarCompiler:
         return vocabulary.load(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
 
 
+@dataclass(slots=True)
 class Matcher:
     """The place of one answer in its grammar; used by one thread at a time."""
 
-    def __init__(
-        self,
-        state: LLMatcher,
-        words: int,
-        ends: Sequence[int],
-        param: str,
-        forced: Sequence[int] = (),
-    ) -> None:
-        self.state = state
-        self.words = words
-        """Words of 32 bits that have a bit for every token."""
-        self.ends = ends
-        """Tokens that end an answer."""
-        self._param = param
-        self._forced, self._passed = forced, 0
-        """Tokens that were forced, and how many of them have come."""
-        self._masks, self._spent_s = 0, 0.0
-        """Masks computed, and the time of this thread that the grammar has taken."""
+    state: LLMatcher
+    words: int
+    """Words of 32 bits that have a bit for every token."""
+    ends: Sequence[int]
+    """Tokens that end an answer."""
+    param: str
+    """Field of the constraint, for errors."""
+    forced_run: Sequence[int] = ()
+    """Tokens that were forced, of which `_passed` have come."""
+    _passed: int = 0
+    _masks: int = 0
+    _spent_s: float = 0.0
+    """Time of this thread that the grammar has taken, the masks and all."""
 
     @property
     def complete(self) -> bool:
@@ -262,10 +226,10 @@ class Matcher:
 
         They are computed once for a long text, which takes time for each of its letters.
         """
-        if len(self._forced) - self._passed < _COMPUTED_FORCED_TOKENS:
+        if len(self.forced_run) - self._passed < _COMPUTED_FORCED_TOKENS:
             with self._charged():
-                self._forced, self._passed = self.state.compute_ff_tokens(), 0
-        return self._forced[self._passed : self._passed + _COMPUTED_FORCED_TOKENS]
+                self.forced_run, self._passed = self.state.compute_ff_tokens(), 0
+        return self.forced_run[self._passed : self._passed + _COMPUTED_FORCED_TOKENS]
 
     def advance(self, token: int) -> None:
         """Take the next token of the answer; raise `InvalidGeneration` if it may not come there.
@@ -273,8 +237,8 @@ class Matcher:
         That happens only where the grammar got beyond llguidance's limits. It also raises if the
         grammar has taken more than its share of time, for which others wait.
         """
-        expected = self._passed < len(self._forced) and token == self._forced[self._passed]
-        self._passed = self._passed + 1 if expected else len(self._forced)
+        expected = self._passed < len(self.forced_run) and token == self.forced_run[self._passed]
+        self._passed = self._passed + 1 if expected else len(self.forced_run)
         with self._charged():
             # Beyond its limits llguidance allows the end alone, and takes it.
             taken = self.state.consume_token(token) and not self.state.is_error()
@@ -283,7 +247,7 @@ class Matcher:
         failed = self.state.is_error()  # its words may be those of the grammar
         logger.info("grammar.failed spent_s=%.2f too_complex=%s", self._spent_s, failed)
         raise InvalidGeneration(
-            self._param,
+            self.param,
             "This constraint is too costly: it became too complex, or its tokens took too long to "
             "find, while the worker generated the answer.",
             code="constraint_too_costly",
@@ -414,10 +378,15 @@ def _exclude(bits: np.ndarray[Any, Any], tokens: Iterable[int]) -> None:
         bits[token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def _explain(constraint: Constraint, reason: str, function: str = "") -> str:
+def _explain(constraint: Constraint, refusal: Refusal) -> str:
     """Return what a client is told about a constraint that llguidance refuses."""
+    reason = refusal.reason
     logger.info("grammar.refused reason=%s", reason[:500])
-    if not function and constraint.kind in _SCHEMAS:
+    noun = "grammar"
+    if not refusal.function and constraint.kind is ConstraintKind.REGEX:
+        noun = "regular expression"
+    elif not refusal.function and constraint.kind in (ConstraintKind.JSON, *CALL_KINDS):
+        noun = "schema"
         # Without the place in the grammar, and without the schema itself.
         reason = re.sub(r"(?s)^.*?JSON schema: |\n +\d+ \|.*", "", reason)
         for pattern, message in _JSON_ERRORS:
@@ -425,16 +394,11 @@ def _explain(constraint: Constraint, reason: str, function: str = "") -> str:
                 return message.format(*found.groups())
     if _TOO_COMPLEX.search(reason):
         return "It is too complex."
-    noun = "grammar"
-    if not function and constraint.kind in _SCHEMAS:
-        noun = "schema"
-    elif not function and constraint.kind is ConstraintKind.REGEX:
-        noun = "regular expression"
     return f"The worker does not support this {noun}."
 
 
-def _invalid(constraint: Constraint, refusal: _Refusal) -> InvalidGeneration:
+def _invalid(constraint: Constraint, refusal: Refusal) -> InvalidGeneration:
     param = constraint.param
     if refusal.function:
         param = f"{TOOL_GRAMMARS}.{refusal.function}.definition"
-    return InvalidGeneration(param, refusal.message, "unsupported_value")
+    return InvalidGeneration(param, refusal.reason, "unsupported_value")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -33,6 +32,7 @@ elements `function=NAME` with elements `parameter=KEY` in them."""
 
 LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000, step_max_items=2500)
 """A mask of a usual grammar needs fewer than 2,000 items; 50,000, the default, take a second."""
+CALL_KINDS = (ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS)
 
 # One line, as Python writes JSON: models get lost in white space, and a separator that the grammar
 # forces is a draft that the target accepts. No constraint is left out silently.
@@ -84,27 +84,28 @@ class Vocabulary(NamedTuple):
 
     def load(self, encode: Callable[[str], list[int]] = lambda _: []) -> LLTokenizer:
         """Load it; `encode` tokenizes forced texts for a tokenizer that is not fast."""
-        if self.fast:
-            return LLTokenizer(self.fast, n_vocab=self.size, eos_token=list(self.ends))
-        wrapped = TokenizerWrapper(_Tokens(self, encode))
-        return LLTokenizer(wrapped, n_vocab=self.size, eos_token=list(self.ends))
+        tokenizer: Any = self.fast or TokenizerWrapper(_Tokens(self, encode))
+        return LLTokenizer(tokenizer, n_vocab=self.size, eos_token=list(self.ends))
 
 
-@dataclass
 class _Tokens:
     """The attributes that `TokenizerWrapper` reads."""
 
-    vocabulary: Vocabulary
-    encode: Callable[[str], list[int]]
-    bos_token_id: int | None = None
+    bos_token_id = None
 
-    def __post_init__(self) -> None:
-        self.eos_token_id = self.vocabulary.ends[0]
-        self.special_token_ids = self.vocabulary.special
-        self.tokens = [token.encode("latin-1") for token in self.vocabulary.tokens]
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+        self.eos_token_id = vocabulary.ends[0]
+        self.special_token_ids = vocabulary.special
+        self.tokens = [token.encode("latin-1") for token in vocabulary.tokens]
+        self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        return self.encode(text)
+        return self._encode(text)
+
+
+def matcher_of(source: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Return a matcher at the beginning of an answer."""
+    return LLMatcher(tokenizer, source, log_level=0, limits=LIMITS)
 
 
 def text_source(constraint: Constraint, function: str) -> str:
@@ -130,10 +131,10 @@ def grammar_source(
     match constraint.kind:
         case ConstraintKind.REGEX:
             return LLMatcher.grammar_from_regex(value)
-        case ConstraintKind.JSON if call_rule:
-            lark = f"start: form | call+\nform: {_lark_json(value)}\n{call_rule}"
         case ConstraintKind.JSON:
-            lark = f"start: {_lark_json(value)}"
+            form = _lark_json(value)
+            calls = f"form | call+\nform: {form}\n{call_rule}"
+            lark = f"start: {calls if call_rule else form}"
         case ConstraintKind.CHOICE:
             lark = "start: " + " | ".join(map(json.dumps, value))
         case ConstraintKind.GRAMMAR:
@@ -165,7 +166,6 @@ def _mark(tokenizer: LLTokenizer, text: str) -> str:
 
 
 def _lark_json(schema: Any) -> str:
-    """Return Lark's expression of a JSON Schema."""
     held = as_held(schema)
     if held is False:
         raise ValueError("unsatisfiable")
@@ -189,20 +189,17 @@ def _lark_calls(
     """
     calls, rules = [], []
     for index, (name, parameters) in enumerate(functions.items()):
-        begin = f'{{"name": {json.dumps(name)}, "arguments": '
-        calls.append(f'{json.dumps(begin)} arguments_{index} "}}"')
         schema = {"type": "object", **(parameters or {"additionalProperties": False})}
         if name not in strict and name not in grammars and not _is_held(schema, tokenizer):
             schema = loosened(schema)
-        arguments = _lark_arguments(schema, grammars.get(name))
-        rules.append(f"arguments_{index}: {arguments}")
+        call, rule = _lark_record(index, name, schema, grammars.get(name))
+        calls.append(call)
+        rules.append(rule)
     more = f'(", " call){{0,{limit - 1}}}' if limit > 1 else ""
-    start = f'start: "[" call {more} "]"'
-    return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
+    return "\n".join([f'start: "[" call {more} "]"', f"call: {' | '.join(calls)}", *rules])
 
 
 def _is_held(schema: Any, tokenizer: LLTokenizer) -> bool:
-    """Return whether a JSON Schema has a grammar."""
     try:
         source = LLMatcher.grammar_from_lark(f"start: {_lark_json(schema)}")
     except (UnsupportedGrammar, ValueError):
@@ -210,12 +207,18 @@ def _is_held(schema: Any, tokenizer: LLTokenizer) -> bool:
     return not LLMatcher.validate_grammar(source, tokenizer, limits=LIMITS)
 
 
-def _lark_arguments(schema: Any, grammar: Mapping[str, str] | None) -> str:
-    """Return Lark's expression of the arguments of one function as JSON."""
+def _lark_record(
+    index: int, name: str, schema: Mapping[str, Any], grammar: Mapping[str, str] | None
+) -> tuple[str, str]:
+    """Return Lark's expression of a call as JSON, and the rule of its arguments."""
+    begin = f'{{"name": {json.dumps(name)}, "arguments": '
     if grammar is None:
-        return _lark_json(schema)
-    head = json.dumps({text_argument(schema): ""})[:-2]
-    return f'{json.dumps(head)} %lark {{\n{in_json(_definition(**grammar))}}} "\\"}}"'
+        arguments = _lark_json(schema)
+    else:
+        head = json.dumps({text_argument(schema): ""})[:-2]
+        text = in_json(_definition(**grammar))
+        arguments = f'{json.dumps(head)} %lark {{\n{text}}} "\\"}}"'
+    return f'{json.dumps(begin)} arguments_{index} "}}"', f"arguments_{index}: {arguments}"
 
 
 def _lark_strict_tools(
@@ -245,10 +248,9 @@ def _lark_strict_tools(
     for index, (name, parameters) in enumerate(functions.items()):
         schema = {"type": "object", **parameters}
         if style == RECORDS:
-            head = f'{{"name": {json.dumps(name)}, "arguments": '
-            bodies.append(f'{json.dumps(head)} arguments_{index} "}}"')
-            arguments = _lark_arguments(schema, grammars.get(name))
-            rules.append(f"arguments_{index}: {arguments}")
+            body, rule = _lark_record(index, name, schema, grammars.get(name))
+            bodies.append(body)
+            rules.append(rule)
         else:
             head = json.dumps(f"<function={name}>\n")
             bodies.append(f'{head} arguments_{index} "</function>"')
@@ -289,15 +291,15 @@ def _lark_tags(rule: str, schema: Mapping[str, Any]) -> list[str]:
         if texts is None:
             whole = {**definitions, **value} if isinstance(value, Mapping) else value
             rules += [f"{part}: {head} {part}_value /{tail}/", f"{part}_value: {_lark_json(whole)}"]
-        elif not texts:
+            continue
+        if not texts:
             raise UnsupportedGrammar("No answer can satisfy the constraint.")
-        elif _ANY_TEXT in texts:
-            rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: {_ANY_TEXT} /{tail}/"]
-        else:
+        text = _ANY_TEXT
+        if text not in texts:
             # A model that would end the text too early must not write its tag as a part of it.
             untagged = rf"/(?s:.*)/ & ~/(?s:.*)(?:\n<\/|{spelled(_VALUE_END[0])})(?s:.*)/"
-            text = f"({' | '.join(texts)}) & {untagged}"
-            rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: ({text}) /{tail}/"]
+            text = f"(({' | '.join(texts)}) & {untagged})"
+        rules += [f"{part}: {head} {part}_value", f"{part}_value[lazy]: {text} /{tail}/"]
     return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
 
 
@@ -337,17 +339,10 @@ def _typed_texts(schema: Mapping[str, Any]) -> list[str] | None:
         return None
     _check_held(schema, _HELD - ({"const"} if "enum" in schema else set()) | {"allOf"})
     null = [_NULL] if "null" in kinds and (listed is None or None in listed) else []
-    return [*_strings(schema, listed), *null] if "string" in kinds else null
-
-
-def _strings(schema: Mapping[str, Any], listed: Sequence[Any] | None) -> list[str]:
-    """Return the terminal of the strings that a schema takes, if it takes any."""
-    terminals = []
-    if listed is not None:
-        strings = [spelled(one) for one in listed if isinstance(one, str)]
-        if not strings:
-            return []
-        terminals.append(f"/(?:{'|'.join(strings)})/")
+    strings = None if listed is None else [spelled(one) for one in listed if isinstance(one, str)]
+    if "string" not in kinds or strings == []:
+        return null
+    terminals = [] if strings is None else [f"/(?:{'|'.join(strings)})/"]
     for part in _parts_of_text(schema):
         low, high = part.get("minLength", 0), part.get("maxLength")
         for name, length in (("minLength", low), ("maxLength", high)):
@@ -361,7 +356,7 @@ def _strings(schema: Mapping[str, Any], listed: Sequence[Any] | None) -> list[st
             terminals.append(_searched(part["pattern"]))
         if "format" in part:
             raise _unheld("format")
-    return ["(" + " & ".join(terminals) + ")"] if terminals else [_ANY_TEXT]
+    return ["(" + " & ".join(terminals) + ")" if terminals else _ANY_TEXT, *null]
 
 
 def _parts_of_text(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -403,7 +398,6 @@ def _unheld(keyword: str) -> UnsupportedGrammar:
 
 
 def _definition(syntax: str, definition: str) -> str:
-    """Return the grammar of a function's text in Lark."""
     if syntax == "lark":
         return definition
     # An expression matches whole texts, so it needs no anchors around it.

@@ -16,17 +16,18 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from time import process_time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
 
 from paceline.request.constraint import Constraint, ConstraintKind
 from workers.engine.text.grammar_source import (
-    LIMITS,
+    CALL_KINDS,
     Vocabulary,
     grammar_source,
+    matcher_of,
     text_source,
 )
 from workers.engine.text.lark_text import UnsupportedGrammar
@@ -44,15 +45,14 @@ _CHECK_S: Final = 0.01
 _PEAK_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 
 
-class ConstraintRejected(Exception):
-    """A constraint that llguidance refuses, or does not compile within the limits."""
+class Refusal(NamedTuple):
+    """Why a constraint has no grammar, or is not compiled within the limits."""
 
-    def __init__(self, reason: str, function: str = "", message: str = "") -> None:
-        super().__init__(reason)
-        self.function = function
-        """The function whose own grammar is at fault, if one is."""
-        self.message = message
-        """What the client is told, if the reason is not llguidance's."""
+    reason: str
+    told: bool = False
+    """Whether the reason is for the client; else it is llguidance's."""
+    function: str = ""
+    """The function whose own grammar is at fault, if one is."""
 
 
 class ConstraintTrial:
@@ -62,13 +62,10 @@ class ConstraintTrial:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
 
-    def source(self, constraint: Constraint, call_marks: tuple[str, str] | None) -> str:
-        """Return llguidance's form of a constraint that compiles; raise `ConstraintRejected`.
-
-        Blocks for some seconds at most.
-        """
+    def source(self, constraint: Constraint, call_marks: tuple[str, str] | None) -> str | Refusal:
+        """Return llguidance's form of a constraint, if it compiles; blocks for some seconds."""
         process = self._process = self._process or self._start()
-        answer: dict[str, str] = {}
+        answer: dict[str, Any] = {}
         function = ""
         timer = threading.Timer(_WALL_S, process.kill)
         timer.start()
@@ -82,13 +79,12 @@ class ConstraintTrial:
             logger.warning("grammar.trial_failed", exc_info=error)
         finally:
             timer.cancel()
+        if "source" in answer:
+            return str(answer["source"])
         if not answer:
             self.close()
             logger.warning("grammar.trial_ended code=%s", process.wait())
-            raise ConstraintRejected("too complex", function)
-        if "error" in answer:
-            raise ConstraintRejected(answer["error"], function, answer.get("message", ""))
-        return answer["source"]
+        return Refusal(**{"reason": "too complex", "function": function, **answer})
 
     def close(self) -> None:
         """End the process."""
@@ -124,7 +120,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         kind, value, call_marks = json.loads(line)
         constraint = Constraint(ConstraintKind(kind), value, "")
-        answer: dict[str, str] = {}
+        answer: dict[str, Any] = {}
         trial = threading.Thread(target=_try, args=(constraint, tokenizer, call_marks, answer))
         _, hard_s = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(process_time()) + _CPU_S, hard_s))
@@ -137,7 +133,7 @@ def main() -> None:
         _write(answer)
 
 
-def _write(answer: dict[str, str]) -> None:
+def _write(answer: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
 
@@ -146,31 +142,23 @@ def _try(
     constraint: Constraint,
     tokenizer: LLTokenizer,
     call_marks: Sequence[str] | None,
-    answer: dict[str, str],
+    answer: dict[str, Any],
 ) -> None:
+    texts = constraint.value["grammars"] if constraint.kind in CALL_KINDS else ()
     try:
-        for function in _text_functions(constraint):
+        for function in texts:
             _write({"checked": function})  # to be blamed if this process ends meanwhile
-            text = LLMatcher(
-                tokenizer, text_source(constraint, function), log_level=0, limits=LIMITS
-            )
-            if fault := _fault(text):
-                answer["error"] = fault
+            if fault := _fault(matcher_of(text_source(constraint, function), tokenizer)):
+                answer["reason"] = fault
                 return
         _write({"checked": ""})
         source = grammar_source(constraint, tokenizer, call_marks)
-        fault = _fault(LLMatcher(tokenizer, source, log_level=0, limits=LIMITS))
-        answer |= {"error": fault} if fault else {"source": source}
+        fault = _fault(matcher_of(source, tokenizer))
+        answer |= {"reason": fault} if fault else {"source": source}
     except UnsupportedGrammar as error:
-        answer |= {"error": str(error), "message": str(error)}
+        answer |= {"reason": str(error), "told": True}
     except Exception as error:  # noqa: BLE001  # any text of a client
-        answer["error"] = str(error)
-
-
-def _text_functions(constraint: Constraint) -> Iterable[str]:
-    """Return the functions whose text has a grammar."""
-    calls = constraint.kind in (ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS)
-    return constraint.value["grammars"] if calls else ()
+        answer["reason"] = str(error)
 
 
 def _fault(matcher: LLMatcher) -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Context, Decimal
-from itertools import combinations, pairwise
+from functools import partial
+from itertools import combinations
 from typing import Any
+
+import regex
 
 from workers.engine.text.lark_text import UnsupportedGrammar
 
@@ -34,7 +37,6 @@ _DURATION = f"P(?:[0-9]+W|(?:[0-9]+Y(?:{_MONTHS})?|{_MONTHS}|{_DAYS})(?:{_CLOCK}
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
 _WORD = "[0-9a-fA-F]{1,4}"
 _IPV6 = "|".join(
     [
@@ -57,14 +59,8 @@ _URI = (
     rf"[A-Za-z][A-Za-z0-9+.-]*:(?:{_AUTHORITY}(?:/{_PATH})?|/(?://)?(?:[A-Za-z0-9._~-]{_PATH})?"
     rf"|[A-Za-z0-9._~-]{_PATH})(?:\?{_QUERY})?(?:#{_QUERY})?"
 )
-
-
-def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
-    digit = "[0-9a-fA-F]"
-    last = f"{version}{digit}{{3}}-{variant}{digit}{{3}}"
-    return f"{digit}{{8}}-{digit}{{4}}-{last}-{digit}{{12}}"
-
-
+_HEX = "[0-9a-fA-F]"
+_UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-%s{_HEX}{{3}}-%s{_HEX}{{3}}-{_HEX}{{12}}"
 _FORMATS: Mapping[str, Sequence[str]] = {
     "date": [_DATE],
     "time": [_TIME],
@@ -72,11 +68,11 @@ _FORMATS: Mapping[str, Sequence[str]] = {
     "duration": [_DURATION],
     "email": [rf"{_ATOM}(?:\.{_ATOM})*@{_HOST}", "[^@]{1,64}@.*", ".{3,254}"],
     "hostname": [_HOST, ".{1,253}"],
-    "ipv4": [_IPV4],
+    "ipv4": [rf"(?:{_BYTE}\.){{3}}{_BYTE}"],
     "ipv6": [_IPV6],
     "uri": [_URI],
-    "uuid": [_uuid()],
-    **{f"uuid{version}": [_uuid(str(version), "[89abAB]")] for version in range(1, 9)},
+    "uuid": [_UUID % (_HEX, _HEX)],
+    **{f"uuid{version}": [_UUID % (version, "[89abAB]")] for version in range(1, 9)},
 }
 """Expressions that all match the texts of a format, which may be fewer than it allows."""
 _BASE64 = r"(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
@@ -113,6 +109,10 @@ REFERENCES_LIMIT = 16
 _UNIONS_LIMIT = 4
 """Unions within unions whose types are looked for; a union may have itself as a member."""
 _ONLY_CLASS = re.compile(r"\^?\[(\^?)((?:\\.|[^\]\\])+)\]\*\$")
+_APART = r"\\.|\[(?:\\.|[^]\\])*+\]"
+"""Escapes and classes, whose characters mean nothing to a pattern."""
+_GROUP = regex.compile(rf"(?s)(?P<group>\((?:{_APART}|[^()\\[]|(?&group))*+\))")
+_BAR = regex.compile(rf"(?:{_APART}|{_GROUP.pattern})(*SKIP)(*FAIL)|\|", regex.DOTALL)
 
 
 def as_held(schema: Any) -> Any:
@@ -125,19 +125,22 @@ def as_held(schema: Any) -> Any:
 
 def loosened(schema: Any) -> Any:
     """Return a schema without the keywords that may be what cannot be held."""
-    if isinstance(schema, list):
-        return [loosened(part) for part in schema]
     if not isinstance(schema, Mapping):
-        return schema
-    parts = {}
-    for name, part in schema.items():
-        if name in _NAMED and isinstance(part, Mapping):
-            parts[name] = {key: loosened(inner) for key, inner in part.items()}
-        elif name not in _LOOSE:
-            parts[name] = part if name in _VALUES else loosened(part)
+        return [loosened(part) for part in schema] if isinstance(schema, list) else schema
+    parts = {
+        name: part if name in _VALUES else _mapped(name, part, loosened)
+        for name, part in schema.items()
+        if name not in _LOOSE or (name in _NAMED and isinstance(part, Mapping))
+    }
     if "oneOf" in parts and "anyOf" not in parts:
         parts["anyOf"] = parts.pop("oneOf")
     return parts
+
+
+def _mapped(name: str, part: Any, change: Callable[[Any], Any]) -> Any:
+    if name in _NAMED and isinstance(part, Mapping):
+        return {key: change(inner) for key, inner in part.items()}
+    return change(part)
 
 
 def resolve(reference: Any, root: Any) -> Any:
@@ -151,20 +154,14 @@ def resolve(reference: Any, root: Any) -> Any:
 
 
 def _held(schema: Any, root: Any) -> Any:
-    if isinstance(schema, list):
-        return [_held(part, root) for part in schema]
     if not isinstance(schema, Mapping):
-        return schema
+        return [_held(part, root) for part in schema] if isinstance(schema, list) else schema
     parts: dict[str, Any] = {}
     for name, part in schema.items():
-        if name in _NAMED and isinstance(part, Mapping):
-            parts[name] = {key: _held(inner, root) for key, inner in part.items()}
-        elif name not in _VALUES:
-            parts[name] = _held(part, root)
-        elif name in _FORCED and not _is_exact(part):
+        if name in _FORCED and not _is_exact(part):
             raise UnsupportedGrammar(f"The worker does not support so exact a number in '{name}'.")
-        else:
-            parts[name] = part
+        held = partial(_held, root=root)
+        parts[name] = part if name in _VALUES else _mapped(name, part, held)
     if "not" in parts and _is_anything(parts["not"]):
         return False
     if "anyOf" not in parts and _differ_in_type(parts.get("oneOf"), root):
@@ -178,7 +175,6 @@ def _held(schema: Any, root: Any) -> Any:
 
 
 def _is_anything(schema: Any) -> bool:
-    """Return whether a schema takes every value."""
     return schema is True or (isinstance(schema, Mapping) and ANNOTATIONS.issuperset(schema))
 
 
@@ -195,13 +191,8 @@ def _differ_in_type(choices: Any, root: Any) -> bool:
     """Return whether no value fits two of these schemas, because their types differ."""
     if not isinstance(choices, list):
         return False
-    seen: set[str] = set()
-    for choice in choices:
-        types = _types(choice, root)
-        if not types or not seen.isdisjoint(types):
-            return False
-        seen |= types
-    return True
+    each = [_types(one, root) for one in choices]
+    return all(each) and sum(map(len, each)) == len(set().union(*each))
 
 
 def _types(schema: Any, root: Any, depth: int = 0) -> set[str]:
@@ -258,9 +249,10 @@ def _split_lookahead(pattern: str) -> Iterator[str]:
     rest = pattern[1:]
     found = []
     while pattern.startswith("^") and rest.startswith(("(?=", "(?!")):
-        inner, after = _group(rest)
-        if inner is None:
+        group = _GROUP.match(rest)
+        if group is None:
             return
+        inner = group[0][3:-1]
         only = _ONLY_CLASS.fullmatch(inner)
         if rest.startswith("(?="):
             found.append(f"^(?:{inner})" if len(ways(inner)) > 1 else f"^{inner}")
@@ -268,39 +260,14 @@ def _split_lookahead(pattern: str) -> Iterator[str]:
             found.append(f"[{'' if only[1] else '^'}{only[2]}]")
         else:
             return
-        rest = after
+        rest = rest[group.end() :]
     if found and len(ways(rest)) == 1:
         yield from (*found, f"^{rest}")
 
 
-def _pieces(pattern: str) -> Iterator[tuple[int, str, int]]:
-    """Yield the place of each character outside classes, the character, and the groups around."""
-    depth, within = 0, False
-    for piece in re.finditer(r"(?s)\\.|.", pattern):
-        char = piece[0]
-        if within:
-            within = char != "]"
-            continue
-        within = char == "["
-        depth += {"(": 1, ")": -1}.get(char, 0)
-        yield piece.start(), char, depth
-
-
-def _group(pattern: str) -> tuple[str | None, str]:
-    """Return the inside of a group that looks ahead, at the beginning, and what follows it.
-
-    None if it does not end.
-    """
-    for at, char, depth in _pieces(pattern):
-        if char == ")" and not depth:
-            return pattern[3:at], pattern[at + 1 :]
-    return None, ""
-
-
 def ways(pattern: str) -> list[str]:
     """Return the alternatives of a pattern that are in no group."""
-    bars = [at for at, char, depth in _pieces(pattern) if char == "|" and not depth]
-    return [pattern[begin + 1 : end] for begin, end in pairwise([-1, *bars, len(pattern)])]
+    return _BAR.split(pattern)[::2]
 
 
 def _narrow(parts: dict[str, Any], bound: str, exclusive: str, inwards: float) -> None:
@@ -340,10 +307,8 @@ def _narrow(parts: dict[str, Any], bound: str, exclusive: str, inwards: float) -
 
 def _is_exact(value: Any) -> bool:
     """Return whether llguidance writes each number of a value as it is."""
-    if isinstance(value, Mapping):
-        return all(map(_is_exact, value.values()))
-    if isinstance(value, list):
-        return all(map(_is_exact, value))
+    if isinstance(value, Mapping | list):
+        return all(map(_is_exact, value.values() if isinstance(value, Mapping) else value))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return True
     digits = Decimal(repr(value)).normalize(_DIGITS).as_tuple().digits
@@ -372,20 +337,14 @@ def _hold_names(parts: dict[str, Any], root: Any) -> None:
             del parts["propertyNames"]
             parts["properties"] = {name: properties.get(name, more) for name in listed}
             parts["additionalProperties"] = False
-    elif not properties and (pattern := _name_pattern(names, ruled)) is not None:
-        del parts["propertyNames"]
-        parts |= {"patternProperties": {pattern: more}, "additionalProperties": False}
-
-
-def _name_pattern(names: Mapping[str, Any], ruled: set[str]) -> str | None:
-    """Return the pattern of names that have one, or a length."""
-    if ruled == {"pattern"}:
-        pattern = names["pattern"]
-        return pattern if isinstance(pattern, str) else None
-    low, high = names.get("minLength", 0), names.get("maxLength", "")
-    if ruled <= {"minLength", "maxLength"} and type(low) is int and type(high) in (int, str):
-        return rf"^[\s\S]{{{low},{high}}}$"
-    return None
+    elif not properties:
+        low, high = names.get("minLength", 0), names.get("maxLength", "")
+        pattern = names.get("pattern") if ruled == {"pattern"} else None
+        if ruled <= {"minLength", "maxLength"} and type(low) is int and type(high) in (int, str):
+            pattern = rf"^[\s\S]{{{low},{high}}}$"
+        if isinstance(pattern, str):
+            del parts["propertyNames"]
+            parts |= {"patternProperties": {pattern: more}, "additionalProperties": False}
 
 
 def _drop_property_counts(parts: dict[str, Any]) -> None:
@@ -432,13 +391,9 @@ def _listed(items: Any) -> Sequence[Any]:
     if not isinstance(items, Mapping) or not {*items} - ANNOTATIONS <= {"type", "enum"}:
         return ()
     values = items.get("enum")
-    for kind, name in ((str, "string"), (int, "integer")):
-        if (
-            isinstance(values, list)
-            and len(values) <= _SET_LIMIT
-            and all(type(value) is kind for value in values)
-            and items.get("type", name) == name
-            and _is_exact(values)
-        ):
-            return [*dict.fromkeys(values)]
-    return ()
+    if not isinstance(values, list) or len(values) > _SET_LIMIT or not _is_exact(values):
+        return ()
+    types = {*map(type, values)}
+    names = [name for kind, name in ((str, "string"), (int, "integer")) if types == {kind}]
+    fits = names and items.get("type", names[0]) == names[0]
+    return [*dict.fromkeys(values)] if fits else ()

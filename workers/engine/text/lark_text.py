@@ -79,9 +79,10 @@ class UnsupportedGrammar(ValueError):
 
 class _Token(NamedTuple):
     kind: str
-    """One of `literal`, `regex`, `name` and `other`."""
+    """One of `literal`, `regex`, `name`, `import` and `other`."""
     text: str
     flags: str = ""
+    line: int = 0
 
 
 class _Grammar(NamedTuple):
@@ -94,21 +95,17 @@ class _Grammar(NamedTuple):
     @property
     def is_regular(self) -> bool:
         """Return whether no rule contains itself, so that one expression matches all of it."""
-        pending, done = dict(self.definitions), set(self.imports)
-        while pending:
-            ready = [name for name, body in pending.items() if self._names(body) <= done]
-            if not ready:
-                return False
-            for name in ready:
-                done.add(name)
-                del pending[name]
-        return True
-
-    def _names(self, body: list[_Token]) -> set[str]:
-        return {token.text for token in body if token.kind == "name"} & {
-            *self.definitions,
-            *self.imports,
+        known = {*self.definitions, *self.imports}
+        pending = {
+            name: known & {token.text for token in body if token.kind == "name"}
+            for name, body in self.definitions.items()
         }
+        done = set(self.imports)
+        while ready := [name for name, names in pending.items() if names <= done]:
+            done.update(ready)
+            for name in ready:
+                del pending[name]
+        return not pending
 
 
 def in_json(definition: str) -> str:
@@ -120,8 +117,9 @@ def in_json(definition: str) -> str:
     grammar = _parse(definition)
     if grammar.is_regular:
         return _as_terminals(grammar, regex_in_json) + f"start: {_rule_name('start')}\n"
-    ignored = [_ignored_in_json(body, grammar) for body in grammar.ignored]
-    return "\n".join([*_as_rules(grammar, regex_in_json), *ignored, ""])
+    return _as_rules(
+        grammar, regex_in_json, [_ignored_in_json(one, grammar) for one in grammar.ignored]
+    )
 
 
 def before_tag(definition: str, tag: str, tail: str) -> str:
@@ -130,49 +128,53 @@ def before_tag(definition: str, tag: str, tail: str) -> str:
     No text contains the tag, unless a rule contains itself. Then a terminal that matches the tail
     must not be the last one.
     """
-    untagged = f"/(?s:.*)/ & ~/(?s:.*){spelled(tag)}(?s:.*)/"
     grammar = _parse(definition)
-    if grammar.is_regular:
-        text = f"({_rule_name('start')} & {untagged})"
-        # A greedy terminal might take the line feed of the tail.
-        return _as_terminals(grammar, _same) + f"start[lazy]: {text} /{tail}/\n"
-    ignored = [f"%ignore {_written(body, _same)}" for body in grammar.ignored]
-    text = "\n".join(["", *_as_rules(grammar, _same), *ignored, ""])
-    return f"start: %lark {{{text}}} /{tail}/\n"
+    if not grammar.is_regular:
+        text = _as_rules(grammar, _same, [_written(body, _same) for body in grammar.ignored])
+        return f"start: %lark {{\n{text}}} /{tail}/\n"
+    untagged = f"/(?s:.*)/ & ~/(?s:.*){spelled(tag)}(?s:.*)/"
+    text = f"({_rule_name('start')} & {untagged})"
+    # A greedy terminal might take the line feed of the tail.
+    return _as_terminals(grammar, _same) + f"start[lazy]: {text} /{tail}/\n"
 
 
 def _parse(definition: str) -> _Grammar:
     grammar = _Grammar({}, [], {})
-    body: list[_Token] | None = None
-    tokens = [*_tokens(definition), ("newline", _Token("other", "\n"), 0)]
-    for at, (kind, token, line) in enumerate(tokens):
-        following = next((one for one in tokens[at + 1 :] if one[0] != "newline"), None)
-        if kind == "newline":
-            if following is None or following[1].text != "|":
-                body = None
-        elif kind == "import":
-            _import(token.text, grammar)
-        elif body is not None:
-            body.append(token)
-        elif token.text == "%ignore":
-            body = []
-            grammar.ignored.append(body)
-        elif token.kind == "name" and following is not None and following[1].text == ":":
-            name = token.text.lstrip("!?")
+    for head, *rest in _statements(definition):
+        if head.kind == "import" and not rest:
+            _import(head.text, grammar)
+        elif head.text == "%ignore":
+            grammar.ignored.append(rest)
+        elif head.kind == "name" and rest and rest[0].text == ":":
+            name = head.text.lstrip("!?")
             if name in grammar.definitions:
                 raise UnsupportedGrammar(f"This grammar defines '{name[:100]}' twice.")
-            body = grammar.definitions[name] = []
-        elif token.text != ":":
-            raise _unsupported(line)
-        if body and body[0].text == ":":
-            body.pop(0)
+            grammar.definitions[name] = rest[1:]
+        else:
+            raise _unsupported(head.line)
     if "start" not in grammar.definitions:
         raise UnsupportedGrammar("This grammar has no rule 'start'.")
     return grammar
 
 
-def _tokens(definition: str) -> Iterator[tuple[str, _Token, int]]:
-    """Yield each token of a grammar with its kind and its line."""
+def _statements(definition: str) -> Iterator[list[_Token]]:
+    """Yield the tokens of each statement; a line that begins with a bar continues the last one."""
+    statement: list[_Token] = []
+    ended = False
+    for token in _tokens(definition):
+        if token.kind == "other" and token.text == "\n":
+            ended = True
+            continue
+        if ended and statement and token.text != "|":
+            yield statement
+            statement = []
+        statement.append(token)
+        ended = False
+    if statement:
+        yield statement
+
+
+def _tokens(definition: str) -> Iterator[_Token]:
     at, line = 0, 1
     while at < len(definition):
         found = _TOKENS.match(definition, at)
@@ -183,20 +185,14 @@ def _tokens(definition: str) -> Iterator[tuple[str, _Token, int]]:
             low, high = _text_of(found["low"]), _text_of(found["high"])
             if len(low) != 1 or len(high) != 1 or low > high:
                 raise UnsupportedGrammar("A range of characters in this grammar is malformed.")
-            yield "regex", _Token("regex", f"[{spelled(low)}-{spelled(high)}]"), line
+            yield _Token("regex", f"[{spelled(low)}-{spelled(high)}]", line=line)
         elif found["string"]:
-            text = _Token("literal", _text_of(found["string"]), found["case"])
-            yield "literal", text, line
+            yield _Token("literal", _text_of(found["string"]), found["case"], line)
         elif found["regex"]:
-            yield "regex", _Token("regex", found["regex"], found["flags"]), line
-        elif found["import"]:
-            yield "import", _Token("other", found[0]), line
-        elif found["alias"]:
-            pass  # names a branch of a tree that nobody builds
-        elif found["name"]:
-            yield "name", _Token("name", found[0]), line
-        elif found["plain"]:
-            yield "newline" if found[0] == "\n" else "other", _Token("other", found[0]), line
+            yield _Token("regex", found["regex"], found["flags"], line)
+        elif not (found["skipped"] or found["alias"]):  # a branch of a tree that nobody builds
+            kind = "import" if found["import"] else "name" if found["name"] else "other"
+            yield _Token(kind, found[0], line=line)
         line += found[0].count("\n")
 
 
@@ -212,22 +208,20 @@ def _import(statement: str, grammar: _Grammar) -> None:
 
 
 def _ignored_in_json(body: list[_Token], grammar: _Grammar) -> str:
-    """Return a statement; behind a run of ignored characters, a text may begin with an escape."""
+    """Return what is ignored; behind a run of it, a text may begin with an escape."""
     named = body
     while len(named) == 1 and named[0].text in grammar.definitions:
         named = grammar.definitions[named[0].text]
     run = _CLASS_RUN.fullmatch(named[0].text) if len(named) == 1 else None
     if run and named[0].kind == "regex" and not named[0].flags:
-        return f"%ignore /[{run[1]}&&{_UNESCAPED}]+|{regex_in_json(run[1])}/"
-    return f"%ignore {_written(body, regex_in_json)}"
+        return f"/[{run[1]}&&{_UNESCAPED}]+|{regex_in_json(run[1])}/"
+    return _written(body, regex_in_json)
 
 
-def _as_rules(grammar: _Grammar, spell: Callable[[str, str], str]) -> list[str]:
-    """Return the definitions of a grammar as they are."""
+def _as_rules(grammar: _Grammar, spell: Callable[[str, str], str], ignored: list[str]) -> str:
     lines = [f"%import common.{name} -> {own}" for own, name in grammar.imports.items()]
-    return lines + [
-        f"{name}: {_written(body, spell)}" for name, body in grammar.definitions.items()
-    ]
+    lines += [f"{name}: {_written(body, spell)}" for name, body in grammar.definitions.items()]
+    return "\n".join([*lines, *(f"%ignore {one}" for one in ignored), ""])
 
 
 def _as_terminals(grammar: _Grammar, spell: Callable[[str, str], str]) -> str:
@@ -235,9 +229,9 @@ def _as_terminals(grammar: _Grammar, spell: Callable[[str, str], str]) -> str:
     lines = [f"%import common.{name} -> {own}" for own, name in grammar.imports.items()]
     ignored = ""
     if grammar.ignored:
-        ways = [_written(body, spell) for body in grammar.ignored]
+        ways = [f"({_written(body, spell)})" for body in grammar.ignored]
         ignored = _rule_name("_ignored")
-        lines.append(f"{ignored}: ({' | '.join(f'({way})' for way in ways)})*")
+        lines.append(f"{ignored}: ({' | '.join(ways)})*")
     for name, body in grammar.definitions.items():
         if name.isupper():
             lines.append(f"{name}: {_written(body, spell)}")
@@ -259,18 +253,15 @@ def _written(
     """
     parts = []
     for token in body:
-        text, terminal = token.text, True
+        text, terminal = token.text, token.kind in ("literal", "regex")
         if token.kind == "literal":
-            source = spelled(text)
-            plain = source if token.flags else spell(source, "")
-            text = f"/{spell(source, 'i')}/i" if token.flags else f"/{plain}/" if text else '""'
+            source, flags = spelled(text), token.flags
+            text = f"/{spell(source, flags)}/{flags}" if text or flags else '""'
         elif token.kind == "regex":
             text = f"/{spell(text, token.flags)}/{token.flags}"
         elif token.kind == "name":
             terminal = text.isupper()
             text = text if terminal or not rename else _rule_name(text)
-        else:
-            terminal = False
         parts.append(f"({text} {ignored})" if terminal and ignored else text)
     return " ".join(parts).replace("\n", "")
 
@@ -280,8 +271,7 @@ def _rule_name(rule: str) -> str:
     return f"RULE-{rule.upper()}"
 
 
-def _same(source: str, flags: str) -> str:
-    del flags
+def _same(source: str, _flags: str) -> str:
     return source
 
 
@@ -317,7 +307,6 @@ def regex_in_json(source: str, flags: str = "") -> str:
 
 
 def _text_of(string: str) -> str:
-    """Return the text of a string of Lark."""
     return str(json.loads(regex.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", _json_escape, string)))
 
 

@@ -13,12 +13,13 @@ the tokens of a draft.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 import jinja2
 from jinja2 import meta
@@ -78,27 +79,24 @@ ANSWERING = NextToken(answering=True)
 _REASONING = NextToken(may_end=False)
 
 
-class ReasoningState(Protocol):
-    """The place of one answer in its format."""
+@dataclass(slots=True, kw_only=True)
+class ReasoningState(ABC):
+    """The place of one answer in the format of its tokenizer; before one, the format itself."""
 
-    reasoning_tokens: int
+    budget: int | None = None
+    """The most tokens of reasoning."""
+    constrained: bool = False
+    """Whether a grammar describes the answer, so that only reasoning may precede it."""
+    call_mark: int | None = None
+    """Begins a call, which ends the reasoning too: models forget the mark before it."""
+    open: bool = False
+    """Whether the next token is reasoning."""
+    closing: tuple[int, ...] = ()
+    """Tokens that end the reasoning."""
+    due: tuple[int, ...] = ()
+    """Tokens that must come next."""
+    reasoning_tokens: int = 0
     """Tokens of reasoning so far, marks excluded."""
-
-    def next_token(self) -> NextToken:
-        """Return what may come next."""
-
-    def push(self, token: int) -> tuple[Part, Sequence[int]]:
-        """Take the next token; return its part, and the tokens that it adds to that part."""
-
-    def may_force(self, tokens: int) -> bool:
-        """Return whether one of the next tokens, after at most `tokens` others, may be forced."""
-
-    def forced(self) -> Sequence[int]:
-        """Return the next tokens that are forced, with -1 for each free token before them."""
-
-
-class ReasoningFormat(Protocol):
-    """The marks of one tokenizer."""
 
     def begin(
         self,
@@ -107,12 +105,42 @@ class ReasoningFormat(Protocol):
         *,
         constrained: bool = False,
         call_mark: int | None = None,
-    ) -> ReasoningState:
-        """Return the state at the beginning of the answer to a prompt.
+    ) -> Self:
+        """Return the state at the beginning of the answer to a prompt."""
+        state = replace(self, budget=budget, constrained=constrained, call_mark=call_mark)
+        state.enter(list(prompt[-_PROMPT_END_TOKENS:]))
+        return state
 
-        `constrained` says that a grammar describes the answer. `call_mark` begins a call, which
-        ends the reasoning too: models forget the mark before it.
-        """
+    @abstractmethod
+    def enter(self, tail: list[int]) -> None:
+        """Take the last tokens of the prompt."""
+
+    @abstractmethod
+    def push(self, token: int) -> tuple[Part, Sequence[int]]:
+        """Take the next token; return its part, and the tokens that it adds to that part."""
+
+    @abstractmethod
+    def _next_free(self) -> NextToken: ...
+
+    @property
+    def _left(self) -> float:
+        return inf if self.budget is None else self.budget - self.reasoning_tokens
+
+    def next_token(self) -> NextToken:
+        """Return what may come next."""
+        if self.due or (self.open and self._left <= 0):
+            return NextToken(forced=(self.due or self.closing)[0])
+        return self._next_free()
+
+    def may_force(self, tokens: int) -> bool:
+        """Return whether one of the next tokens, after at most `tokens` others, may be forced."""
+        return bool(self.due) or self._left <= tokens
+
+    def forced(self) -> Sequence[int]:
+        """Return the next tokens that are forced, with -1 for each free token before them."""
+        if self.due or not self.open or self.budget is None:
+            return self.due
+        return (*[-1] * (self.budget - self.reasoning_tokens), *self.closing)
 
 
 @dataclass(slots=True)
@@ -123,8 +151,8 @@ class Reasoning:
     text: TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class MarkedReasoning:
+@dataclass(slots=True, kw_only=True)
+class MarkedReasoning(ReasoningState):
     """Reasoning between two tokens."""
 
     begin_mark: int
@@ -136,124 +164,102 @@ class MarkedReasoning:
     text that an answer may contain."""
     is_blank: Callable[[int], bool]
     """Whether a token is white space."""
+    closed: bool = False
+    """Whether the answer has begun."""
 
-    def begin(
-        self,
-        prompt: Sequence[int],
-        budget: int | None = None,
-        *,
-        constrained: bool = False,
-        call_mark: int | None = None,
-    ) -> MarkedState:
-        """Return the state after a prompt, which may end with either mark."""
-        state = MarkedState(self, budget, constrained, None if constrained else call_mark)
-        tail = list(prompt[-_PROMPT_END_TOKENS:])
+    def enter(self, tail: list[int]) -> None:
+        """Take the last tokens of the prompt, which may end with either mark."""
         while tail and self.is_blank(tail[-1]):
             tail.pop()
         label = [token for token in self.label if not self.is_blank(token)]
         if label and tail[-len(label) :] == label:
             del tail[-len(label) :]
-        if tail:
-            state.open, state.closed = tail[-1] == self.begin_mark, tail[-1] == self.end_mark
-        return state
+        self.open, self.closed = (tail[-1:] == [mark] for mark in (self.begin_mark, self.end_mark))
 
-
-@dataclass(slots=True)
-class MarkedState:
-    """The state of reasoning between two tokens."""
-
-    format: MarkedReasoning
-    budget: int | None
-    constrained: bool
-    call_mark: int | None
-    open: bool = False
-    """Whether the next token is reasoning."""
-    closed: bool = False
-    """Whether the answer has begun."""
-    label: tuple[int, ...] = ()
-    """What is left of the label."""
-    reasoning_tokens: int = 0
-
-    def next_token(self) -> NextToken:
-        """Return what may come next."""
+    def _next_free(self) -> NextToken:
         if self.open:
-            over = self.budget is not None and self.reasoning_tokens >= self.budget
-            return NextToken(forced=self._closing[0]) if over else _REASONING
+            return _REASONING
         if self.closed:
             return ANSWERING
-        return NextToken(answering=True, beginning=self.format.begin_mark)
+        return NextToken(answering=True, beginning=self.begin_mark)
 
     def push(self, token: int) -> tuple[Part, Sequence[int]]:
         """Take the next token; return its part, and the tokens that it adds to that part."""
-        marks = self.format
         if self.open:
-            if token == marks.end_mark:
+            calls = token == self.call_mark and not self.constrained
+            if token == self.end_mark or calls:
                 self.open, self.closed = False, True
+                return (Part.ANSWER, (token,)) if calls else (Part.MARK, ())
+            if token == self.closing[0]:  # of the label
+                self.closing = self.closing[1:]
                 return Part.MARK, ()
-            if self.label and token == self.label[0]:
-                self.label = self.label[1:]
-                return Part.MARK, ()
-            if token == self.call_mark:
-                self.open, self.closed = False, True
-                return Part.ANSWER, (token,)
-            self.label = ()
+            self.closing = (self.end_mark,)
             self.reasoning_tokens += 1
             return Part.REASONING, (token,)
-        if token == marks.begin_mark and (marks.repeats or not self.closed):
-            self.open, self.label = True, marks.label
+        if token == self.begin_mark and (self.repeats or not self.closed):
+            self.open, self.closing = True, (*self.label, self.end_mark)
             return Part.MARK, ()
-        self.closed = self.closed or self.constrained or not marks.is_blank(token)
+        self.closed = self.closed or self.constrained or not self.is_blank(token)
         return Part.ANSWER, (token,)
 
     def may_force(self, tokens: int) -> bool:
         """Return whether one of the next tokens, after at most `tokens` others, may be forced."""
-        may_reason = self.open or self.format.repeats or not self.closed
-        return may_reason and _left(self.budget, self.reasoning_tokens) <= tokens
-
-    def forced(self) -> Sequence[int]:
-        """Return the next tokens that are forced, with -1 for each free token before them."""
-        if not self.open or self.budget is None:
-            return ()
-        return (*[-1] * (self.budget - self.reasoning_tokens), *self._closing)
-
-    @property
-    def _closing(self) -> tuple[int, ...]:
-        return (*self.label, self.format.end_mark)
+        return (self.open or self.repeats or not self.closed) and self._left <= tokens
 
 
-@dataclass(frozen=True, slots=True)
-class HarmonyReasoning:
+@dataclass(slots=True, kw_only=True)
+class HarmonyReasoning(ReasoningState):
     """Messages with channels, as gpt-oss writes them."""
 
     start: int
     channel: int
     message: int
     end: int
-    closing: tuple[int, ...]
-    """Tokens that end a message and begin the final one."""
     commentary: tuple[int, ...]
     """Name of the channel for calls."""
     decode: Callable[[Sequence[int]], str]
+    header: tuple[int, ...] | None = ()
+    """Tokens of the header so far; None within a message."""
+    named: str = ""
+    """Channel of the message."""
 
-    def begin(
-        self,
-        prompt: Sequence[int],
-        budget: int | None = None,
-        *,
-        constrained: bool = False,
-        call_mark: int | None = None,
-    ) -> HarmonyState:
-        """Return the state within the message that the prompt begins."""
-        del call_mark  # calls have a channel
-        state = HarmonyState(self, budget, constrained)
-        tail = list(prompt[-_PROMPT_END_TOKENS:])
+    def enter(self, tail: list[int]) -> None:
+        """Take the message that the prompt begins."""
         if self.start in tail:
             for token in tail[len(tail) - tail[::-1].index(self.start) - 1 :]:
-                state.push(token)
-            state.reasoning_tokens = 0
-        return state
+                self.push(token)
+            self.reasoning_tokens = 0
 
-    def call_header(self, header: tuple[int, ...], at: int) -> tuple[int, ...]:
+    def _next_free(self) -> NextToken:
+        if self.header is None and self.named == "final":
+            return ANSWERING
+        return NextToken(may_end=self.named == "call")
+
+    def push(self, token: int) -> tuple[Part, Sequence[int]]:
+        """Take the next token; return its part, and the tokens that it adds to that part."""
+        if self.due:
+            self.due = self.due[1:]
+        elif token == self.end and self.open and (self.constrained or self._left <= 0):
+            self.due = self.closing[1:]
+        if self.header is None:
+            if token in (self.start, self.channel, self.end):
+                self.header, self.open = () if token == self.end else (token,), False
+                return Part.MARK, ()
+            self.reasoning_tokens += self.open
+            return Part.REASONING if self.open else Part.ANSWER, (token,)
+        header = self.header = (*self.header, token)
+        if token != self.message:
+            return Part.MARK, ()
+        self.header = None
+        at = header.index(self.channel) if self.channel in header else -1
+        self.named = (self.decode(header[at + 1 : -1]).split() or ["final"])[0]
+        if "to=functions" in self.decode(header):
+            self.named = "call"  # the model may write it to any channel
+            return Part.ANSWER, self._call_header(header, at)
+        self.open = self.named == "analysis"
+        return Part.MARK, ()
+
+    def _call_header(self, header: tuple[int, ...], at: int) -> tuple[int, ...]:
         """Return the header of a call with its function after the channel, which is at `at`."""
         role = self.closing[1 : self.closing.index(self.channel)]
         function = header[:at]
@@ -264,76 +270,7 @@ class HarmonyReasoning:
         return (self.channel, *self.commentary, *function, self.message)
 
 
-@dataclass(slots=True)
-class HarmonyState:
-    """The state of an answer in channels."""
-
-    format: HarmonyReasoning
-    budget: int | None
-    constrained: bool
-    """Whether a grammar describes the final message, so that only reasoning may precede it."""
-    header: tuple[int, ...] | None = ()
-    """Tokens of the header so far; None within a message."""
-    channel: str = ""
-    """Channel of the message."""
-    closing: tuple[int, ...] = ()
-    """Tokens that must come next."""
-    reasoning_tokens: int = 0
-
-    def next_token(self) -> NextToken:
-        """Return what may come next."""
-        if self.closing or self._over_budget:
-            return NextToken(forced=(self.closing or self.format.closing)[0])
-        if self.header is None and self.channel == "final":
-            return ANSWERING
-        return NextToken(may_end=self.channel == "call")
-
-    def push(self, token: int) -> tuple[Part, Sequence[int]]:
-        """Take the next token; return its part, and the tokens that it adds to that part."""
-        marks = self.format
-        if self.closing:
-            self.closing = self.closing[1:]
-        elif token == marks.end and (self._over_budget or (self.constrained and self._inside)):
-            self.closing = marks.closing[1:]
-        if self.header is None:
-            if token in (marks.start, marks.channel, marks.end):
-                self.header = () if token == marks.end else (token,)
-                return Part.MARK, ()
-            if self._inside:
-                self.reasoning_tokens += 1
-                return Part.REASONING, (token,)
-            return Part.ANSWER, (token,)
-        header = self.header = (*self.header, token)
-        if token != marks.message:
-            return Part.MARK, ()
-        self.header = None
-        at = header.index(marks.channel) if marks.channel in header else -1
-        self.channel = (marks.decode(header[at + 1 : -1]).split() or ["final"])[0]
-        if "to=functions" not in marks.decode(header):
-            return Part.MARK, ()
-        self.channel = "call"  # the model may write it to any channel
-        return Part.ANSWER, marks.call_header(header, at)
-
-    def may_force(self, tokens: int) -> bool:
-        """Return whether one of the next tokens, after at most `tokens` others, may be forced."""
-        return bool(self.closing) or _left(self.budget, self.reasoning_tokens) <= tokens
-
-    def forced(self) -> Sequence[int]:
-        """Return the next tokens that are forced, with -1 for each free token before them."""
-        if self.closing or not self._inside or self.budget is None:
-            return self.closing
-        return (*[-1] * (self.budget - self.reasoning_tokens), *self.format.closing)
-
-    @property
-    def _inside(self) -> bool:
-        return self.header is None and self.channel == "analysis"
-
-    @property
-    def _over_budget(self) -> bool:
-        return self._inside and _left(self.budget, self.reasoning_tokens) <= 0
-
-
-def detect_reasoning(tokenizer: Any, template: str) -> ReasoningFormat | None:
+def detect_reasoning(tokenizer: Any, template: str) -> ReasoningState | None:
     """Return the format that a chat template uses, if the tokenizer has a token for each mark."""
     added: Mapping[int, Any] = tokenizer.added_tokens_decoder
     tokens = {token.content: index for index, token in added.items()}
@@ -346,14 +283,21 @@ def detect_reasoning(tokenizer: Any, template: str) -> ReasoningFormat | None:
 
     if tokens.keys() >= {*HARMONY} and "<|channel|>analysis" in template:
         start, channel, message, end = (tokens[mark] for mark in HARMONY)
-        closing = (end, start, *encode("assistant"), channel, *encode("final"), message)
-        commentary = encode("commentary")
-        return HarmonyReasoning(start, channel, message, end, closing, commentary, decode)
+        return HarmonyReasoning(
+            start=start,
+            channel=channel,
+            message=message,
+            end=end,
+            closing=(end, start, *encode("assistant"), channel, *encode("final"), message),
+            commentary=encode("commentary"),
+            decode=decode,
+        )
     for begin, end_mark, label in MARKS:
         if begin in tokens and end_mark in tokens and end_mark in template:
             return MarkedReasoning(
                 begin_mark=tokens[begin],
                 end_mark=tokens[end_mark],
+                closing=(tokens[end_mark],),
                 label=encode(label) if label else (),
                 repeats=bool(added[tokens[begin]].special),
                 is_blank=lambda token: token not in added and not decode([token]).strip(),
@@ -396,7 +340,3 @@ def template_variables(template: str) -> frozenset[str]:
     except (jinja2.TemplateError, RecursionError):
         return frozenset()  # it renders nothing either
     return frozenset(meta.find_undeclared_variables(parsed))
-
-
-def _left(budget: int | None, used: int) -> float:
-    return inf if budget is None else budget - used

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -119,15 +119,7 @@ class PromptRenderer(ChatTemplate):
 
     def _prepare(self, prompt: Prompt) -> PreparedPrompt:
         if not prompt.pictures:
-            tokens = prompt.tokens or self._tokenize(prompt.text)
-            return PreparedPrompt(
-                tokens=tokens,
-                prefix=self._prefix(prompt, tokens),
-                scope=prompt.scope,
-                turn_tokens=self._turn_tokens(prompt, tokens),
-                turn_key=prompt.turn_key,
-                continues=prompt.continues,
-            )
+            return self._prepared(prompt, prompt.tokens or self._tokenize(prompt.text))
         if not self.has_vision:
             raise InvalidGeneration("messages", "This model does not support pictures.")
         try:
@@ -145,21 +137,23 @@ class PromptRenderer(ChatTemplate):
             raise InvalidGeneration(
                 "messages", "The model's picture processor rejects these pictures and messages."
             ) from error
-        arrays = {
-            name: np.array(value) for name, value in inputs.items() if hasattr(value, "shape")
-        }
-        tokens = tuple(arrays.pop("input_ids")[0].tolist())
-        arrays.pop("attention_mask", None)
+        media = {name: np.array(value) for name, value in inputs.items() if hasattr(value, "shape")}
+        tokens = tuple(media.pop("input_ids")[0].tolist())
+        media.pop("attention_mask", None)
+        prepared = replace(self._prepared(prompt, tokens), media=media)
         identity = self._identity(prompt.pictures, tokens)
+        if identity is None:
+            return replace(prepared, scope=None)
+        return replace(prepared, identity=identity)
+
+    def _prepared(self, prompt: Prompt, tokens: tuple[int, ...]) -> PreparedPrompt:
         return PreparedPrompt(
             tokens=tokens,
-            media=arrays,
             prefix=self._prefix(prompt, tokens),
-            scope=None if identity is None else prompt.scope,
+            scope=prompt.scope,
             turn_tokens=self._turn_tokens(prompt, tokens),
             turn_key=prompt.turn_key,
             continues=prompt.continues,
-            identity=np.array(tokens, np.int64) if identity is None else identity,
         )
 
     def count(self, prompt: Prompt) -> int:
@@ -189,10 +183,8 @@ class PromptRenderer(ChatTemplate):
         return int(begin) if begin is not None and tokens[:1] == [begin] else None
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
-        tokens: list[int] = []
-        for piece in split_pieces(text):
-            tokens += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
-        return tuple(tokens)
+        pieces = (self._tokenizer(one, add_special_tokens=False) for one in split_pieces(text))
+        return tuple(chain.from_iterable(piece["input_ids"] for piece in pieces))
 
     def _check_length(self, text: str, limit: int) -> None:
         """Raise `InvalidGeneration` if a text certainly has more than `limit` tokens."""

@@ -83,10 +83,7 @@ RECORDS: Final = (
         _RECORD_END,
     ),
     Call(rf"{_LIST}\{{\s*+(?:{_SCALAR}\s*+,\s*+)*+{_QUOTED_NAME}{_RECORD_END}", bare=True),
-    Call(
-        rf"{_LIST}\{{\s*+{_ARGUMENTS}",
-        rf"\s*+,\s*+{_QUOTED_NAME}{_RECORD_END}",
-    ),
+    Call(rf"{_LIST}\{{\s*+{_ARGUMENTS}", rf"\s*+,\s*+{_QUOTED_NAME}{_RECORD_END}"),
 )
 """JSON objects with a name and arguments, in either order, alone or in a list."""
 
@@ -156,7 +153,6 @@ class ToolFormat:
 
 
 def _xml(prefix: str = "") -> Call:
-    """Return a call in elements `invoke` and `parameter`."""
     return Call(
         rf'\s*+<{prefix}invoke name="{_NAME}">',
         rf"\s*+</{prefix}invoke>",
@@ -169,7 +165,6 @@ def _xml(prefix: str = "") -> Call:
 
 
 def _function_tags(wrap: tuple[str, str] = ("", "")) -> Call:
-    """Return a call in elements `function=NAME` and `parameter=KEY`."""
     return Call(
         rf"\s*+<function={_NAME}>",
         r"\s*+</function>",
@@ -178,16 +173,17 @@ def _function_tags(wrap: tuple[str, str] = ("", "")) -> Call:
 
 
 def _key_tags(prefix: str = "", suffix: str = "") -> Tags:
-    """Return arguments in pairs of elements `arg_key` and `arg_value`."""
     key, value = f"{prefix}arg_key{suffix}", f"{prefix}arg_value{suffix}"
     return Tags(rf"\s*+<{key}>(?P<key>[^<]++)</{key}>\s*+<{value}>", f"</{value}>")
 
 
+def _key_call(prefix: str = "") -> Call:
+    """Return a call as GLM writes it: a name, and arguments in such pairs."""
+    head = rf"\s*+{_NAME}\s*+(?=<{prefix}arg_key>|</{prefix}tool_call>)"
+    return Call(head, rf"\s*+(?=</{prefix}tool_call>)", _key_tags(prefix))
+
+
 _FUNCTION_TAGS: Final = _function_tags(("\n", "\n"))
-_MINIMAX_CALL: Final = _xml()
-_ATEM_CALL: Final = _xml("atem:")
-_DSML_CALL: Final = _xml("｜DSML｜")
-_GCML_CALL: Final = _xml("｜GCML｜")
 _SEED_CALL: Final = _function_tags()
 _DEEPSEEK_CALLS: Final = (
     Call(rf"\s*+<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}\s*+```json\s"),
@@ -216,6 +212,12 @@ _NEAR: Final = {"qwen3_coder": "naive", "glm47": "hunyuan3_preview"}
 """Formats by which mlx-vlm knows a template, and those whose markers tell them from these."""
 
 
+def _element(name: str, *calls: Call, **options: Any) -> ToolFormat:
+    """Return a format of calls in an element; calls that are no JSON count without it too."""
+    strays = tuple(call for call in calls if call not in RECORDS)
+    return ToolFormat(f"<{name}>", f"</{name}>", calls or RECORDS, **{"strays": strays, **options})
+
+
 def _hunyuan(suffix: str) -> ToolFormat:
     """Return Hunyuan 3's format, whose tags have a suffix."""
     call = Call(
@@ -223,55 +225,24 @@ def _hunyuan(suffix: str) -> ToolFormat:
         rf"\s*+</tool_call{suffix}>",
         _key_tags(suffix=suffix),
     )
-    begin, separator = f"<tool_calls{suffix}>", f"<tool_sep{suffix}>"
-    markers = ("<tool_calls", "<tool_sep", suffix) if suffix else (begin, separator)
-    return ToolFormat(begin, f"</tool_calls{suffix}>", (call,), markers=(markers,))
+    markers = ("<tool_calls", "<tool_sep", suffix) if suffix else ("<tool_calls>", "<tool_sep>")
+    return _element(f"tool_calls{suffix}", call, strays=(), markers=(markers,))
 
 
 FORMATS: Final = {
     # Families by mlx-vlm's names, which it knows by their templates.
-    "json_tools": ToolFormat("<tool_call>", "</tool_call>", strays=(_FUNCTION_TAGS,)),
-    "qwen3_coder": ToolFormat(
-        "<tool_call>", "</tool_call>", (_FUNCTION_TAGS, *RECORDS), (_FUNCTION_TAGS,)
-    ),
-    "naive": ToolFormat(  # as Qwen's, but line breaks around a value are a part of it
-        "<tool_call>",
-        "</tool_call>",
-        (_SEED_CALL, *RECORDS),
-        (_SEED_CALL,),
+    "json_tools": _element("tool_call", strays=(_FUNCTION_TAGS,)),
+    "qwen3_coder": _element("tool_call", _FUNCTION_TAGS, *RECORDS),
+    "naive": _element(  # as Qwen's, but line breaks around a value are a part of it
+        "tool_call",
+        _SEED_CALL,
+        *RECORDS,
         markers=(("<tool_call>", "<parameter=example_parameter_1>value_1</parameter>"),),
     ),
-    "glm47": ToolFormat(
-        "<tool_call>",
-        "</tool_call>",
-        (
-            Call(
-                rf"\s*+{_NAME}\s*+(?=<arg_key>|</tool_call>)",
-                r"\s*+(?=</tool_call>)",
-                _key_tags(),
-            ),
-            *RECORDS,
-        ),
-        (_FUNCTION_TAGS,),
-    ),
-    "longcat": ToolFormat(
-        "<longcat_tool_call>",
-        "</longcat_tool_call>",
-        (
-            Call(
-                rf"\s*+{_NAME}\s*+(?=<longcat_arg_key>|</longcat_tool_call>)",
-                r"\s*+(?=</longcat_tool_call>)",
-                _key_tags("longcat_"),
-            ),
-            *RECORDS,
-        ),
-    ),
-    "minimax_m2": ToolFormat(
-        "<minimax:tool_call>", "</minimax:tool_call>", (_MINIMAX_CALL,), (_MINIMAX_CALL,)
-    ),
-    "atem": ToolFormat(
-        "<atem:function_calls>", "</atem:function_calls>", (_ATEM_CALL,), (_ATEM_CALL,)
-    ),
+    "glm47": _element("tool_call", _key_call(), *RECORDS, strays=(_FUNCTION_TAGS,)),
+    "longcat": _element("longcat_tool_call", _key_call("longcat_"), *RECORDS, strays=()),
+    "minimax_m2": _element("minimax:tool_call", _xml()),
+    "atem": _element("atem:function_calls", _xml("atem:")),
     "minicpm5": ToolFormat(
         '<function name="',
         calls=(
@@ -359,43 +330,22 @@ FORMATS: Final = {
         written="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
         "<｜tool▁call▁end｜>",
     ),
-    "deepseek_v3.2": ToolFormat(
-        "<｜DSML｜function_calls>",
-        "</｜DSML｜function_calls>",
-        (_DSML_CALL,),
-        (_DSML_CALL,),
-        markers=(("｜DSML｜", "function_calls"),),
+    "deepseek_v3.2": _element(
+        "｜DSML｜function_calls", _xml("｜DSML｜"), markers=(("｜DSML｜", "function_calls"),)
     ),
-    "deepseek_v4": ToolFormat(
-        "<｜DSML｜tool_calls>",
-        "</｜DSML｜tool_calls>",
-        (_DSML_CALL,),
-        (_DSML_CALL,),
-        markers=(("｜DSML｜", "tool_calls"),),
+    "deepseek_v4": _element(
+        "｜DSML｜tool_calls", _xml("｜DSML｜"), markers=(("｜DSML｜", "tool_calls"),)
     ),
     "granite": ToolFormat("<|tool_call|>", markers=(("<|tool_call|> followed by",),), skip=("]",)),
     "phi4": ToolFormat(
         "<|tool_call|>", "<|/tool_call|>", markers=(("<|tool|>", "<|/tool|>"),), skip=("]",)
     ),
-    "nemotron": ToolFormat(
-        "<TOOLCALL>", "</TOOLCALL>", markers=(("<TOOLCALL>",),), skip=("]", ",")
-    ),
-    "apriel": ToolFormat(  # and MiniMax M1
-        "<tool_calls>", "</tool_calls>", markers=(("<tool_calls>",),), skip=("]", ",")
-    ),
-    "seed_oss": ToolFormat(
-        "<seed:tool_call>",
-        "</seed:tool_call>",
-        (_SEED_CALL,),
-        (_SEED_CALL,),
-        (("<seed:tool_call>",),),
-    ),
-    "gigachat3.5": ToolFormat(
-        "<｜GCML｜tool_calls>",
-        "</｜GCML｜tool_calls>",
-        (_GCML_CALL,),
-        (_GCML_CALL,),
-        markers=(("｜GCML｜", "tool_calls"),),
+    "nemotron": _element("TOOLCALL", markers=(("<TOOLCALL>",),), skip=("]", ",")),
+    # And MiniMax M1.
+    "apriel": _element("tool_calls", markers=(("<tool_calls>",),), skip=("]", ",")),
+    "seed_oss": _element("seed:tool_call", _SEED_CALL, markers=(("<seed:tool_call>",),)),
+    "gigachat3.5": _element(
+        "｜GCML｜tool_calls", _xml("｜GCML｜"), markers=(("｜GCML｜", "tool_calls"),)
     ),
     "gigachat3.1": ToolFormat("<|function_call|>", markers=(("<|function_call|>",),)),
     "apertus": ToolFormat(
@@ -436,53 +386,47 @@ FORMATS: Final = {
 
 def detect_tool_format(template: str) -> ToolFormat | None:
     """Return the format of a chat template's calls; None if the template shows none."""
-    from mlx_vlm.tools import SPECS  # noqa: PLC0415  # takes seconds, and only an engine needs it
+    # This takes seconds, and only an engine needs it.
+    from mlx_vlm.tools import SPECS, load_tool_module  # noqa: PLC0415
 
     matching = [spec for spec in SPECS if spec.matches(template)]
     best: Any = max(matching, key=lambda spec: spec.priority, default=None)
+    name = "" if best is None else str(best.name)
+    shown = [known for known in FORMATS.values() if known.is_shown(template)]
     if best is not None and best.priority > 0:
-        near = FORMATS.get(_NEAR.get(str(best.name), ""))
-        return near if near and near.is_shown(template) else _format_of(str(best.name))
-    for known in FORMATS.values():
-        if known.is_shown(template):
-            return known
-    if best is not None:
-        return _format_of(str(best.name))
-    hermes = FORMATS["json_tools"]
-    return hermes if hermes.begin in template and hermes.end in template else None
+        shown = [known for known in shown if known is FORMATS.get(_NEAR.get(name, ""))]
+    if shown:
+        return shown[0]
+    if best is None:
+        hermes = FORMATS["json_tools"]
+        return hermes if hermes.begin in template and hermes.end in template else None
+    if name in FORMATS:
+        return FORMATS[name]
+    module = load_tool_module(name)
+    return ToolFormat(module.tool_call_start, module.tool_call_end, parser=name)
 
 
 def write_calls(functions: Sequence[Mapping[str, Any]], tool_format: ToolFormat | None) -> str:
     """Return calls as a model of this format writes them, or in JSON if the table cannot tell."""
-    if tool_format is not None and tool_format.calls == (_PYTHON_CALL,):
-        calls = []
-        for one in functions:
-            arguments = (f"{key}={value!r}" for key, value in one["arguments"].items())
-            calls.append(f"{one['name']}({', '.join(arguments)})")
-        return f"{tool_format.begin}[{', '.join(calls)}]{tool_format.end}"
-    if tool_format is not None and tool_format.written:
-        written = (
-            tool_format.written.format(
-                index=index,
-                name=one["name"],
-                arguments=json.dumps(one["arguments"], ensure_ascii=False),
-            )
-            for index, one in enumerate(functions)
+    known = tool_format or ToolFormat("", opened=True)
+    named = [(one["name"], one["arguments"]) for one in functions]
+    if known.calls == (_PYTHON_CALL,):
+        calls = [
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+            for name, arguments in named
+        ]
+        text = f"[{', '.join(calls)}]"
+    elif known.written:
+        text = "".join(
+            known.written.format(index=index, name=name, arguments=_json(arguments))
+            for index, (name, arguments) in enumerate(named)
         )
-        return f"{tool_format.begin}{''.join(written)}{tool_format.end}"
-    records = json.dumps(
-        [{"name": one["name"], "arguments": one["arguments"]} for one in functions],
-        ensure_ascii=False,
-    )
-    if tool_format is not None and tool_format.calls == RECORDS and not tool_format.opened:
-        return f"{tool_format.begin}{records}{tool_format.end}"
-    return records
+    else:
+        text = _json([{"name": name, "arguments": arguments} for name, arguments in named])
+        if known.calls != RECORDS or known.opened:
+            return text
+    return f"{known.begin}{text}{known.end}"
 
 
-def _format_of(name: str) -> ToolFormat:
-    if name in FORMATS:
-        return FORMATS[name]
-    from mlx_vlm.tools import load_tool_module  # noqa: PLC0415  # as above
-
-    module = load_tool_module(name)
-    return ToolFormat(module.tool_call_start, module.tool_call_end, parser=name)
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

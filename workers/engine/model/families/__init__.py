@@ -1,1 +1,28 @@
-"""Passes of families that mlx-vlm cannot run for several rows."""
+"""What families of mlx-vlm's language models do otherwise than most: records, found by model type.
+
+A module has the record of a family, or of several that differ in little.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workers.engine.model.families import gemma4, lfm2, llama4, mrope, nextn, qwen3_5, qwen3_next
+from workers.engine.model.families.family import Family
+
+_FAMILIES = {
+    model_type: family
+    for module in (gemma4, lfm2, llama4, mrope, nextn, qwen3_5, qwen3_next)
+    for model_types, family in module.FAMILIES
+    for model_type in model_types
+}
+"""By the name of mlx-vlm's package with the language model."""
+
+
+def family_of(language: Any) -> Family:
+    """Return the family of a language model, or of the one whose class it extends."""
+    for kind in type(language).__mro__:
+        model_type = kind.__module__.removeprefix("mlx_vlm.models.").partition(".")[0]
+        if model_type in _FAMILIES:
+            return _FAMILIES[model_type]
+    return Family()

@@ -14,13 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from workers.engine.model.kv_cache import RowCache
+from workers.engine.model.families.family import Family, score
+from workers.engine.model.head_formats import Assistant
 
 SLIDING = "sliding_attention"
 
 
-def forward(language: Any, tokens: mx.array, caches: Sequence[RowCache]) -> mx.array:
-    """Run tokens [rows, L] at every row's cursor; return the hidden states [rows, L, width]."""
+def _own_pass(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
     model = language.model
     state = model.embed_tokens(tokens) * model.embed_scale
     inputs: Any = None
@@ -46,11 +46,8 @@ def forward(language: Any, tokens: mx.array, caches: Sequence[RowCache]) -> mx.a
     return model.norm(state)
 
 
-def scores(language: Any, hidden: mx.array) -> mx.array:
-    """Return the scores of hidden states."""
-    project = language.lm_head if "lm_head" in language else language.model.embed_tokens.as_linear
-    logits = project(hidden)
-    softcap = language.final_logit_softcapping
+def _score(language: Any, hidden: mx.array) -> mx.array:
+    logits, softcap = score(language, hidden), language.final_logit_softcapping
     return logits if softcap is None else mx.tanh(logits / softcap) * softcap
 
 
@@ -58,3 +55,9 @@ def last_layers(language: Any) -> dict[str, int]:
     """Return the number of the last layer with keys and values of its own, by its kind."""
     own = language.model.layers[: language.model.first_kv_shared_layer_idx]
     return {layer.layer_type: number for number, layer in enumerate(own)}
+
+
+FAMILIES = (
+    (("gemma4",), Family(own_pass=_own_pass, score=_score, head=Assistant())),
+    (("gemma4_text",), Family(score=_score, head=Assistant())),
+)

@@ -12,15 +12,16 @@ from typing import Any
 
 import mlx.core as mx
 
+from workers.engine.model.families.family import Family, score
 
-def forward(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-    """Run tokens [rows, L] at every row's cursor; return the scores [rows, L, vocabulary]."""
-    model = language.model
+
+def _own_pass(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
     read: list[Any] = []
-    hidden = model(tokens, list(caches), gdn_sink=read)
+    hidden = language.model(tokens, list(caches), gdn_sink=read)
     for layer, before, _, _, inputs in read:
-        width = model.layers[layer].conv.L_cache - 1
+        width = language.model.layers[layer].conv.L_cache - 1
         caches[layer].update_window(0, mx.concatenate([before, inputs], axis=1), width)
-    if "lm_head" in language:
-        return language.lm_head(hidden)
-    return model.embed_tokens.as_linear(hidden)
+    return score(language, hidden)
+
+
+FAMILIES = ((("lfm2",), Family(own_pass=_own_pass)),)

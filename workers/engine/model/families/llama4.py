@@ -13,18 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from workers.engine.model.families.family import Family
 from workers.engine.model.kv_cache import RowCache
 
 
-def forward(
-    language: Any,
-    tokens: mx.array,
-    caches: Sequence[RowCache],
-    embeddings: mx.array | None = None,
-) -> mx.array:
-    """Run tokens [rows, L] at every row's cursor; return the scores [rows, L, vocabulary]."""
+def _own_pass(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
     model = language.model
-    state = model.embed_tokens(tokens) if embeddings is None else embeddings
+    state = model.embed_tokens(tokens)
     length = state.shape[1]
     masks: dict[type, mx.array] = {}
     for layer, cache in zip(model.layers, caches, strict=True):
@@ -59,3 +54,6 @@ def _attend(attention: Any, inputs: mx.array, mask: mx.array, cache: RowCache) -
         queries, keys, values, scale=attention.scale, mask=mask
     )
     return attention.o_proj(output.transpose(0, 2, 1, 3).reshape(rows, length, -1))
+
+
+FAMILIES = ((("llama4",), Family(own_pass=_own_pass)),)

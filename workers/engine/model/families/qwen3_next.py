@@ -18,11 +18,14 @@ from mlx import nn
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.gated_delta import gated_delta_update
 
+from workers.engine.model.families.family import Family, score
+from workers.engine.model.head_formats import LayerHead
+from workers.engine.model.known_heads import MTP_PREFIX
+
 _EPSILON = 1e-6
 
 
-def forward(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-    """Run tokens [rows, L] at every row's cursor; return the hidden states [rows, L, width]."""
+def _own_pass(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
     model = language.model
     state = model.embed_tokens(tokens)
     mask = create_attention_mask(state, caches[model.fa_idx])
@@ -66,3 +69,20 @@ def _mix(layer: Any, inputs: mx.array, cache: Any) -> mx.array:
     )
     cache.advance(length)
     return layer.out_proj(layer.norm(output, gate).reshape(rows, length, -1))
+
+
+_HEAD = LayerHead(
+    prefix=MTP_PREFIX,
+    # mlx_vlm.speculative.drafters.qwen3_5_mtp.split writes such folders.
+    apart={"qwen3_5_mtp": ()},
+    parts={name: name for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")},
+    options={
+        "num_hidden_layers": 1,
+        "full_attention_interval": 1,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    },
+    norms_less_one=True,
+)
+_FAMILY = Family(own_pass=_own_pass, own_prefill=True, score=score, compiles=True, head=_HEAD)
+FAMILIES = ((("qwen3_next",), _FAMILY),)

@@ -1,0 +1,93 @@
+"""Formats that become a chat: where the fields of the chat stand in the request of the client."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gateway import errors
+from gateway.protocols.base import renamed
+from gateway.protocols.openai import InspectionContext, WireFormat
+from gateway.protocols.sealing import Sealer
+from gateway.types import Inspected, Json
+from paceline.request.fields import FieldError
+from paceline.request.profile import Endpoint
+
+_IN_LIST = re.compile(
+    r"(messages|tools)\[(?P<index>\d+)\](\.content\[(?P<part>\d+)\]|\.function)?(?P<rest>.*)"
+)
+
+
+@dataclass(slots=True)
+class Chat(ABC):
+    """A request for `/v1/chat/completions`."""
+
+    body: Json
+    places: Sequence[Sequence[str]] = ()
+    """Of each message, the place in the client's request, then those of its parts."""
+    tool_places: Sequence[str] = ()
+    """The place of each tool."""
+    left_out: Sequence[str] = ()
+    """The place and the type of each tool that only the makers of the format run."""
+    replaced: Sequence[str] = ()
+    """The place and the type of each part that words replace."""
+
+    @abstractmethod
+    def param(self, name: str) -> str:
+        """Return the field of the client's request behind a field of the chat."""
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """Return the place of a message, a part or a tool, and the rest of the name behind it."""
+        found = _IN_LIST.fullmatch(name)
+        in_messages = name.startswith("messages")
+        places = self.places if in_messages else [[place] for place in self.tool_places]
+        if found is None or int(found["index"]) >= len(places):
+            return None
+        place, *parts = places[int(found["index"])]
+        part = int(found["part"]) if found["part"] else len(parts)
+        return (parts[part] if part < len(parts) else place), found["rest"]
+
+
+class TranslatingFormat(WireFormat):
+    """One request in a format that becomes a chat, which any worker serves that serves chats."""
+
+    def __init__(self, sealer: Sealer) -> None:
+        super().__init__(Endpoint.CHAT)
+        self._sealer = sealer
+        self._scope = ""
+        """The isolation scope of the request, to which its reasoning is bound."""
+        self._param: Callable[[str], str] = str
+
+    def _inspect_chat(
+        self, chat: Chat, context: InspectionContext, ignored: Sequence[str]
+    ) -> Inspected:
+        """Inspect what a body was translated to, and name fields as the client knows them."""
+        if chat.left_out and context.policy.tools.hosted == "refuse":
+            at, _, kind = chat.left_out[0].partition(":")
+            raise errors.ToolUnserved(kind, param=f"{at}.type")
+        try:
+            inspected = self._inspect_openai(chat.body, context)
+        except FieldError as error:
+            invalid = errors.FieldInvalid(error.message, param=error.param)
+            raise renamed(invalid, chat.param) from None
+        self._param = chat.param
+        profile = inspected.profile
+        in_chat = (place.rpartition(":") for place in profile.replaced)
+        replaced = [f"{chat.param(place)}:{kind}" for place, _, kind in in_chat]
+        return inspected._replace(
+            profile=profile._replace(
+                ignored=tuple(ignored),
+                replaced=(*chat.replaced, *replaced),
+                call_fields=tuple(map(chat.param, profile.call_fields)),
+            )
+        )
+
+    def named(self, error: errors.GatewayError) -> errors.GatewayError:
+        """Return an error after the inspection that names fields as the client knows them."""
+        return renamed(error, self._param)
+
+    def error_body(self, error: errors.GatewayError) -> bytes:
+        """Return the body of an error response."""
+        return errors.to_body(self.named(error))

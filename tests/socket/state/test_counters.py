@@ -1,0 +1,146 @@
+"""Counter stores: the same behavior in memory and in Redis."""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.state.counters import (
+    GONE_WORKERS,
+    MAX_BOOTS,
+    MAX_MODELS,
+    MAX_WORKERS,
+    OTHER_MODELS,
+    CounterKey,
+    MemoryCounters,
+)
+from gateway.state.redis import RedisClient
+from gateway.state.shared_counters import CounterStore, SharedCounters
+from gateway.state.worker_reports import SharedWorkerReports
+from paceline.protocol import LaneReport
+from tests.support.boot_reports import boot_report
+from tests.support.redis_server import TEST_DEADLINE_S
+
+
+class StoreUnderTest(NamedTuple):
+    store: CounterStore
+    sync: Callable[[], Awaitable[None]]
+    """The periodic exchange."""
+    pending: Counter[CounterKey]
+    """Counts that the store has not read yet."""
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[StoreUnderTest]:
+    pending: Counter[CounterKey] = Counter()
+
+    def take_pending() -> dict[CounterKey, int]:
+        counts = dict(pending)
+        pending.clear()
+        return counts
+
+    if request.param == "memory":
+
+        async def no_sync() -> None:
+            pass
+
+        yield StoreUnderTest(MemoryCounters(take_pending), no_sync, pending)
+        return
+    client = RedisClient(request.getfixturevalue("redis").url, TEST_DEADLINE_S)
+    boots = SharedWorkerReports(client)
+    store = SharedCounters(client, boots, take_pending)
+
+    async def sync() -> None:
+        await store.exchange()
+        await boots.exchange((), ())
+
+    yield StoreUnderTest(store, sync, pending)
+    await client.close()
+
+
+async def test_an_outdated_report_does_not_decrease_counts(store: StoreUnderTest) -> None:
+    for requests in (5, 3):
+        await store.store.store_report(boot_report("a", requests))
+        await store.sync()
+    assert [report.lanes[0].requests for report in await store.store.reports()] == [5]
+
+
+async def test_counts_over_a_crash_loop_are_exact_and_reports_are_bounded(store) -> None:
+    for boot in range(40):
+        await store.store.store_report(boot_report(f"boot-{boot}", boot))
+        await store.sync()
+    for _ in range(30):
+        await store.sync()
+    reports = await store.store.reports()
+    assert sum(report.lanes[0].requests for report in reports) == sum(range(40))
+    assert len(reports) <= 17
+
+
+async def test_pending_counts_are_added_once(store: StoreUnderTest) -> None:
+    expected = {("outcomes", "completed"): 2, ("retries",): 2}
+    store.pending.update({("outcomes", "completed"): 1, ("retries",): 2})
+    await store.sync()
+    store.pending.update({("outcomes", "completed"): 1})
+    assert await store.store.counts() == expected
+    await store.sync()
+    assert await store.store.counts() == expected
+
+
+async def test_c5_counts_of_endless_workers_and_models_are_exact_and_bounded(store) -> None:
+    workers = MAX_WORKERS + MAX_MODELS + 5
+    for number in range(workers):
+        report = boot_report("boot", 2, f"model-{number}")
+        await store.store.store_report(report.model_copy(update={"worker_id": f"mac-{number}"}))
+    for _ in range(2 * MAX_MODELS):
+        await store.sync()
+    reports = await store.store.reports()
+    assert sum(report.lanes[0].requests for report in reports) == 2 * workers
+    assert len({report.worker_id for report in reports}) == MAX_WORKERS + 1
+    sums = {report.model: report for report in reports if report.worker_id == GONE_WORKERS}
+    assert len(sums) == MAX_MODELS + 1
+    assert sums[OTHER_MODELS].lanes[0].requests == 2 * 5
+
+
+async def test_c5_a_worker_that_invents_models_has_a_bounded_number_of_sums() -> None:
+    store = MemoryCounters()
+    boots = MAX_BOOTS + MAX_MODELS + 5
+    for boot in range(boots):
+        await store.store_report(boot_report(f"boot-{boot}", 1, f"model-{boot}"))
+    reports = await store.reports()
+    assert sum(report.lanes[0].requests for report in reports) == boots
+    assert len(reports) == MAX_BOOTS + MAX_MODELS + 1
+    assert reports[-1].boot_id == f"boot-{boots - 1}"
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))
+async def test_sums_over_many_boots_are_exact_and_memory_is_bounded(boots) -> None:
+    store = MemoryCounters()
+    for boot, (requests, model) in enumerate(boots):
+        await store.store_report(boot_report(f"boot-{boot}", requests, model))
+    reports = await store.reports()
+    for model in ("demo", "other"):
+        lanes = [report.lanes[0] for report in reports if report.model == model]
+        expected = sum(requests for requests, boot_model in boots if boot_model == model)
+        assert sum(lane.requests for lane in lanes) == expected
+        assert sum(lane.speculation.accepted for lane in lanes) == 2 * expected
+        assert sum(lane.bypass_counts.get("media", 0) for lane in lanes) == expected
+    assert len(reports) <= 18
+
+
+def test_every_field_of_a_lane_is_either_summed_or_current() -> None:
+    """A new field of the report must be in one of the two lists, so that no count is lost."""
+    current = {
+        *("name", "running", "waiting", "slots", "pending_prefill_tokens", "mtp_enabled"),
+        *("prefill_tokens_per_s", "decode_tokens_per_s", "requested_draft_tokens"),
+        *("effective_draft_tokens", "draft_tokens_by_rows", "draft_speedup_by_rows"),
+        "head_healthy",
+    }
+    summed = {
+        *("speculation", "bypass_counts", "spec_prefill", "prefix", "time_saved", "requests"),
+        *("prompt_tokens", "completion_tokens"),
+    }
+    assert set(LaneReport.model_fields) == current | summed

@@ -1,0 +1,28 @@
+"""Families with multimodal rotary positions, which they return with a prompt's pictures or store.
+
+The attention of Qwen3-VL's mixtures cuts a mask to the length of one row, by the cache's offset.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from workers.engine.model.families.family import Family
+from workers.engine.model.kv_cache import RowCache
+
+
+def _uncut(cache: RowCache) -> SimpleNamespace:
+    """Return a cache with an offset that is never less than the length of a row."""
+    return SimpleNamespace(
+        offset=cache.slots, make_mask=cache.make_mask, update_and_fetch=cache.update_and_fetch
+    )
+
+
+FAMILIES = (
+    (("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Family(takes_positions=True)),
+    (("qwen3_vl_moe",), Family(takes_positions=True, adapt=_uncut)),
+    (
+        ("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"),
+        Family(takes_positions=True, stores_positions=True),
+    ),
+)
