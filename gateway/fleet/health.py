@@ -220,14 +220,12 @@ async def fetch(
     retrying = AsyncRetrying(
         stop=stop_after_attempt(MAX_ATTEMPTS),
         wait=wait_fixed(_RETRY_DELAY_S),
-        retry=retry_if_exception(_is_broken),
+        retry=retry_if_exception(
+            lambda error: isinstance(error, Exception) and not isinstance(error, TIMEOUTS)
+        ),
         reraise=True,
     )
     return await retrying(ask)
-
-
-def _is_broken(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, TIMEOUTS)
 
 
 async def read_bounded(response: httpx.Response) -> bytes:
