@@ -134,8 +134,9 @@ def patterns() -> Iterator[tuple[str, str | bytes]]:
                     function.startswith("re.") or function == "Phrase"
                 ):
                     argument = call.args[0]
-                    if isinstance(argument, ast.BinOp):
-                        argument = argument.left  # names of fields are filled in
+                    if isinstance(argument, ast.BinOp):  # names are filled in, or come first
+                        named = isinstance(argument.left, ast.Subscript)
+                        argument = argument.right if named else argument.left
                     if ast.unparse(argument) == "self.words":
                         continue  # of the class `Phrase`, whose calls have the expressions
                     constant = vars(module)[argument.id] if isinstance(argument, ast.Name) else None
