@@ -12,7 +12,7 @@ from paceline.protocol import DraftSource, SamplingDefaults, Speculation, StartS
 from paceline.request.constraint import Constraint
 from paceline.request.profile import Bypass, Sampling
 
-if TYPE_CHECKING:  # the settings of a worker read this module before a second of imports
+if TYPE_CHECKING:  # a worker with wrong settings says so before it is imported
     import numpy as np
     from numpy.typing import NDArray
 

@@ -198,7 +198,7 @@ class PrefixPeers:
 
     def __init__(self, token: SecretStr) -> None:
         self.key = NodeKey(token)
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=2 * MAX_TRANSFERS, max_keepalive_connections=0),
             trust_env=False,  # a proxy to the internet cannot reach the local network
@@ -208,7 +208,7 @@ class PrefixPeers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        await self.client.aclose()
 
     def sources(self, headers: Mapping[str, str]) -> tuple[PrefixSource, ...]:
         """Return the workers that the gateway names in a request."""
@@ -220,13 +220,10 @@ class PrefixPeers:
         except ValidationError as error:
             message = f"The header '{SOURCES_HEADER}' must list workers."
             raise BadRequest(message, param=SOURCES_HEADER) from error
-        return tuple(
-            _Peer(name=one.url, tokens=one.tokens, key=self.key, client=self._client)
-            for one in named
-        )
+        return tuple(_Peer(one.url, one.tokens, self.key, self.client) for one in named)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Peer:
     """Another worker, asked over HTTP."""
 
