@@ -91,6 +91,9 @@ class WorkerSettings(BaseSettings):
     """Most tokens of prompt and answer together (default: what the model was trained for)."""
     rows: int = Field(8, ge=1, le=64)
     """Requests that decode together in a lane, 1 to 64."""
+    prefill_chunk: int = Field(1024, ge=64, le=65_536)
+    """Tokens of a prompt in one pass while no row decodes, 64 to 65,536: models with experts may be
+    faster with 2,048."""
     draft_tokens: int = Field(2, ge=0, le=8)
     """Draft tokens of the MTP head per step, 0 to 8; `0` also switches prompt lookup off."""
     mtp: str = ""

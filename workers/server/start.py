@@ -179,6 +179,7 @@ def load_engine(
             dtype=settings.dtype,
             context_tokens=settings.context,
             max_rows=settings.rows,
+            prefill_chunk_tokens=settings.prefill_chunk,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
             mtp=mtp,
