@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_HOST = "127.0.0.1"
 _NOT_OF_A_GROUP = frozenset(
-    ("task", "lanes", "adapter", "dtype", "draft_tokens", "mtp", "spec_prefill")
+    ("task", "lanes", "adapter", "dtype", "prefill_chunk", "draft_tokens", "mtp", "spec_prefill")
 )
 
 

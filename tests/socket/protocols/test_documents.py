@@ -8,6 +8,7 @@ import pytest
 
 from gateway.documents.reader import DocumentReader
 from tests.support.gateway_fixtures import Served
+from tests.support.heartbeats import repeated
 from tests.support.images import data_url, png_header
 from tests.support.pdfs import base64_pdf, encrypted_pdf, pdf
 from tests.support.running_gateway import RunningGateway, bearer_headers, said
@@ -96,13 +97,14 @@ def test_a_kept_response_goes_on_from_its_pdf(served: Served) -> None:
 
 
 def test_no_pdf_is_read_without_a_key_or_at_its_limit_and_one_for_nothing_costs_a_request(
-    gateway_with_worker: RunningGateway, monkeypatch: pytest.MonkeyPatch
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, monkeypatch
 ) -> None:
     headers = bearer_headers(gateway_with_worker.create_key(requests_a_minute=2))
     client, path = gateway_with_worker.client, "/v1/messages"
     read, refused = (bodies(one)["messages"] for one in (pdf("Hello"), encrypted_pdf("x", "y")))
-    assert client.post(path, json=refused, headers=headers).status_code == 400
-    assert client.post(path, json=read, headers=headers).status_code == 200
+    with repeated(lambda: gateway_with_worker.send_heartbeat(worker)):
+        assert client.post(path, json=refused, headers=headers).status_code == 400
+        assert client.post(path, json=read, headers=headers).status_code == 200
     monkeypatch.delattr(DocumentReader, "read")
     assert client.post(path, json=read, headers=headers).status_code == 429
     for wire, body in bodies(pdf("Hello")).items():
