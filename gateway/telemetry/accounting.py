@@ -17,7 +17,7 @@ from gateway.errors import is_plain_name
 from gateway.routing.prefix_affinity import ISOLATED
 from gateway.state.counters import CounterKey
 from gateway.state.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
-from gateway.telemetry import engine_counts, speculation_and_reuse
+from gateway.telemetry import engine_counts
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
@@ -82,10 +82,6 @@ class Accounting:
             _count_answer(counters.told, record)
         if counters.lane is not None:
             _observe(counters.lane, record)
-            expected = record.candidate is not None and record.candidate.cached_tokens
-            if expected and (result := speculation_and_reuse.result_of(record)):
-                counters.lane.speculation_and_reuse[result] += 1
-                counters.more["speculation_and_reuse", result] += 1
         if record.spent.requests:
             self._usage_store.add(record.caller, usage, record.spent, self._wall())
         if record.reason and record.outcome is not Outcome.RESENT:

@@ -49,8 +49,6 @@ _COUNTERS = _rows(  # family of counts, name, labels
         Answered requests by the prefix cache result of their prompt (hit, miss, none, unknown).
     not_reused prefix_not_reused reason
         Requests whose worker read earlier turns again, by why.
-    speculation_and_reuse speculation_and_reuse result
-        Requests that could draft and reuse earlier tokens, by which of the two they did.
     tokens tokens model_name,kind
         Tokens of answered requests (prompt, completion); cached tokens are part of the prompt.
     retries retries -

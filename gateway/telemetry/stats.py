@@ -92,8 +92,6 @@ class LaneTotals(NamedTuple):
     reasons: Mapping[str, int] = _NO_COUNTS
     bypass: Mapping[str, int] = _NO_COUNTS
     prefix: Mapping[str, int] = _NO_COUNTS
-    speculation_and_reuse: Mapping[str, int] = _NO_COUNTS
-    """Requests that could draft and reuse earlier tokens at once, by which of the two they did."""
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -128,7 +126,6 @@ class LaneStats:
         self.reasons: Counter[str] = Counter()
         self.bypass: Counter[str] = Counter()
         self.prefix: Counter[str] = Counter()
-        self.speculation_and_reuse: Counter[str] = Counter()
         self.drafts = self.drafted = self.accepted = 0
         self.histogram: Counter[int] = Counter()
         self.drafted_by_source: Counter[str] = Counter()

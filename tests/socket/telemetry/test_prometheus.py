@@ -64,7 +64,7 @@ def test_all_required_metrics_are_exposed_with_their_labels(exposition: str) -> 
     exposed = {family.name: family for family in families(exposition)}
     worker = {"model_name", "worker"}
     for kind, labels, names in (
-        ("counter", set(), "bypasses prefix_not_reused speculation_and_reuse retries"),
+        ("counter", set(), "bypasses prefix_not_reused retries"),
         ("counter", set(), "retries_delayed"),
         ("gauge", set(), "store_degraded"),
         ("counter", {"pool", "reason", "status"}, "requests"),

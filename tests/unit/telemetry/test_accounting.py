@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.auth.usage_store import UsageStore
+from gateway.routing.prefix_affinity import EVICTED, ISOLATED
 from gateway.routing.select import Candidate
 from gateway.state.recent_errors import RecentErrors
 from gateway.telemetry import accounting
@@ -13,12 +14,13 @@ from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.memory_records import MemoryRecords
 
 
-def record(worker_id: str, model: str) -> RequestRecord:
+def record(worker_id: str, model: str, missed_reuse: str = "") -> RequestRecord:
     return RequestRecord(
         "r",
         profile=RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=1),
         candidate=Candidate("vlm", "vlm", worker_id, "policy", 0.0),
         usage=Usage(2, 3, 0),
+        missed_reuse=missed_reuse,
     )
 
 
@@ -36,3 +38,13 @@ def test_c5_endless_workers_and_models_have_bounded_labels(monkeypatch: pytest.M
     totals = accounts.totals()
     assert totals["tokens", "other", "completion"] == 17 * 3
     assert len([key for key in totals if key[0] == "tokens"]) == 4 * 3
+
+
+def test_why_turns_were_read_again_is_counted_unless_it_tells_of_other_teams() -> None:
+    accounts = Accounting(
+        UsageStore(MemoryRecords(), lambda: 0.0, "life"), RecentErrors(), None, lambda: 0.0
+    )
+    for reason in (EVICTED, EVICTED, "changed at message 3", ISOLATED, ""):
+        accounts.account(record("studio", "demo", missed_reuse=reason))
+    counts = {key[1:]: n for key, n in accounts.totals().items() if key[0] == "not_reused"}
+    assert counts == {(EVICTED,): 2, ("changed at message 3",): 1}
