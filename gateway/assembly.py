@@ -57,6 +57,7 @@ from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
 from paceline.http import CHECK_S
 from paceline.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
+from paceline.protocol import KEEPALIVE_S
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class Timing:
     """Time limits of connections are checked this often."""
     head_timeout_s: float = 15.0
     """For the headers of a request."""
+    keepalive_s: float = KEEPALIVE_S
+    """Without an event for this long, a stream gets a comment, or its head."""
     write_timeout_s: float = 30.0
     """For a client that leaves sent data unread."""
     memory_limit_bytes: int = MEMORY_LIMIT_BYTES
@@ -111,7 +114,7 @@ class Gateway:
     def __init__(
         self, settings: Settings, redis: RedisClient | None, timing: Timing = TIMING
     ) -> None:
-        self.settings, self._timing = settings, timing
+        self.settings, self.timing = settings, timing
         self.clock, self.wall = clock, wall = timing.clock, timing.wall
         self.rng = Random()  # noqa: S311  # breaks ties between equal workers
         self.week_clock = WeekClock(wall)
@@ -261,7 +264,7 @@ class Gateway:
 
     def _jobs(self) -> list[Job]:
         """List the periodic jobs of the parts."""
-        timing = self._timing
+        timing = self.timing
         periods: tuple[tuple[Work, float], ...] = (
             (self.key_store.refresh, timing.refresh_s),
             (self.cordons.refresh, timing.refresh_s),

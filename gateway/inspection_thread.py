@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, ParamSpec, Protocol, Self, TypeVar
+from typing import NamedTuple, ParamSpec, Self, TypeVar
 from weakref import WeakValueDictionary
 
 from gateway.memory_budget import MemoryHold
@@ -30,23 +31,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Run(Protocol):
-    """Runs a function for one body, here or in the thread."""
-
-    def __call__(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
-        """Return what the function returns."""
-
-
-async def _run_here(work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    return work(*args, **kwargs)
-
-
 class Turn(NamedTuple):
-    """The inspection of one body."""
+    """The inspection of one body, here or in a thread."""
 
     hold: MemoryHold
     """Has the bytes of the body, and of all that is made of it."""
-    run: Run = _run_here
+    thread: InspectionThread | None = None
+
+    async def run(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what a function returns."""
+        if self.thread is None:
+            return work(*args, **kwargs)
+        return await self.thread.run(sys.maxsize, work, *args, **kwargs)
 
 
 class InspectionThread:
@@ -65,19 +61,16 @@ class InspectionThread:
             return
         async with self._clients.setdefault(hold.client, asyncio.Lock()):
             hold.add(await self.run(len(raw), footprint_bytes, raw))
-            yield Turn(hold, self._run_in_thread)
+            yield Turn(hold, self)
 
     async def run(
-        self, size_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+        self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Return what a function returns whose time grows with a number of bytes."""
-        run = _run_here if size_bytes <= _LARGE_BYTES else self._run_in_thread
-        return await run(work, *args, **kwargs)
-
-    async def _run_in_thread(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._thread, functools.partial(work, *args, **kwargs)
-        )
+        if size_bytes <= _LARGE_BYTES:
+            return work(*args, **kwargs)
+        call = functools.partial(work, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def __enter__(self) -> Self:
         return self

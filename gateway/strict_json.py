@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway import errors
-from gateway.types import RawBody
+from gateway.types import Json, RawBody
 from paceline.request.json_pieces import encode_pieces
 
 _UNCHECKED_BYTES = 64 * 1024
@@ -276,6 +276,11 @@ def check_bounds(raw: RawBody) -> None:
         raise errors.BodyNotJson(
             f"The body may have at most {_WIDE_BYTES_LIMIT:,} bytes of characters beyond ASCII."
         )
+
+
+def objects_of(values: object) -> list[Json]:
+    """Return the objects of a list; none if it is no list."""
+    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
 
 
 def encode_json(value: object) -> bytes:

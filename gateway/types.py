@@ -92,8 +92,6 @@ class Drafts(NamedTuple):
     accepted: int
     histogram: tuple[int, ...]
     """The number of steps that accepted no draft token, one, two ..."""
-    by_source: tuple[tuple[str, int, int], ...] = ()
-    """Where drafts come from, with the tokens drafted and accepted; empty if unknown."""
 
 
 class LimitState(NamedTuple):

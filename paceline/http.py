@@ -196,8 +196,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def check(self, now_s: float) -> None:
         """Close the connection of a client that stalls: while it reads, closes or sends."""
         self._check_reader(now_s)
-        self._check_head(now_s)
-        self._check_body(now_s)
+        if self._head_since_s is not None:
+            self._check_head(self._head_since_s, now_s)
+            return
+        responded = self.cycle is not None and not self._is_running()
+        late = now_s - self._responded_at_s > _BODY_AFTER_RESPONSE_S
+        if responded and self._receiving and late:
+            self._buffered.abort()  # the body of a request that has its response does not end
 
     def _check_reader(self, now_s: float) -> None:
         """Abort a client that reads nothing; close after the time to read a rejected request."""
@@ -210,25 +215,15 @@ class BoundedProtocol(HttpToolsProtocol):
         elif now_s - self._sent_at_s > self._write_timeout_s:
             self._buffered.abort()
 
-    def _check_head(self, now_s: float) -> None:
+    def _check_head(self, since_s: float, now_s: float) -> None:
         """Reject a head that takes too long, and close a connection without one."""
-        if self._head_since_s is None:
-            return
         if self._is_running():
             self._head_since_s = now_s  # the time of the next head starts after this response
-        late = now_s - self._head_since_s > self._head_timeout_s
-        if late and self._buffered.closing_since_s is None:
+        elif now_s - since_s > self._head_timeout_s and self._buffered.closing_since_s is None:
             if self._head_bytes:
                 self._reject(HeadTooSlow())
             else:
                 self._buffered.abort()
-
-    def _check_body(self, now_s: float) -> None:
-        """Abort a client that does not end the body of a request that has its response."""
-        in_body = self._receiving and self._head_since_s is None
-        late = now_s - self._responded_at_s > _BODY_AFTER_RESPONSE_S
-        if in_body and late and self.cycle is not None and not self._is_running():
-            self._buffered.abort()
 
     def _is_running(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

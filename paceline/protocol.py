@@ -506,27 +506,15 @@ def mtp_block(lanes: tuple[LaneReport, ...]) -> dict[str, object]:
     """Return the `mtp` block of `/v1/status` for any set of lanes."""
     if not any(lane.mtp_enabled for lane in lanes):
         return {"enabled": False}
-    total = sum((lane.speculation for lane in lanes), Speculation())
+    counts = sum((lane.speculation for lane in lanes), Speculation())
+    steps = counts.steps
     bypass: Counter[str] = Counter()
     for lane in lanes:
         bypass.update(lane.bypass_counts)
-    return draft_block(
-        total,
-        max(lane.requested_draft_tokens for lane in lanes),
-        max(lane.effective_draft_tokens for lane in lanes),
-        bypass,
-    )
-
-
-def draft_block(
-    counts: Speculation, requested: int, effective: int, bypass: Mapping[str, int]
-) -> dict[str, object]:
-    """Return an `mtp` block; `requested` and `effective` are the lengths of drafts."""
-    steps = counts.steps
     return {
         "enabled": True,
-        "requested_draft_tokens": requested,
-        "effective_draft_tokens": effective,
+        "requested_draft_tokens": max(lane.requested_draft_tokens for lane in lanes),
+        "effective_draft_tokens": max(lane.effective_draft_tokens for lane in lanes),
         "drafts": steps,
         "attempted": counts.drafted,
         "accepted": counts.accepted,
@@ -534,9 +522,8 @@ def draft_block(
         "errors": counts.errors,
         "acceptance_rate": counts.acceptance_rate,
         "mean_acceptance_length": counts.mean_acceptance_length,
-        # At most 1, also for the counts in responses, whose consistency nothing checks.
         "acceptance_rate_per_position": [
-            min(1.0, count / steps) if steps else 0.0 for count in counts.accepted_per_position
+            count / steps if steps else 0.0 for count in counts.accepted_per_position
         ],
         "sources": counts.by_source,
         "bypass_counts": dict(sorted(bypass.items())),

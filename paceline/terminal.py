@@ -169,8 +169,13 @@ class StartDisplay:
 
     def show(self, progress: StartProgress) -> None:
         """Show how far the start is."""
+        # Imported late: a command that starts no worker needs neither.
+        from rich.console import Console  # noqa: PLC0415
+
+        if not isinstance(self._output, Console):
+            self._output = Console(file=self._output, highlight=False, soft_wrap=True)
+        console = self._output
         summary = f"{self._title}: {progress.summary}{self._speed(progress)}"
-        console = self._console()
         if console.is_terminal and not console.is_dumb_terminal:
             self._show_bar(console, progress, summary)
         elif (
@@ -185,14 +190,6 @@ class StartDisplay:
         if self._bar is not None:
             self._bar.stop()
         self._bar, self._stage = None, ""
-
-    def _console(self) -> Console:
-        # Imported late: a command that starts no worker needs neither.
-        from rich.console import Console  # noqa: PLC0415
-
-        if not isinstance(self._output, Console):
-            self._output = Console(file=self._output, highlight=False, soft_wrap=True)
-        return self._output
 
     def _speed(self, progress: StartProgress) -> str:
         """Return the recent speed of a download, with a comma before it; empty while unknown."""

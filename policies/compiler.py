@@ -1,9 +1,11 @@
-"""The compiled form of a policy: a request matches a route if all tests of the route hold."""
+"""The compiled form of a policy: what each route accepts of the properties of a request.
+
+A request is read once, however many routes have conditions on the same property.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import inf
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -39,14 +41,15 @@ class MatchInput(NamedTuple):
     mtp_eligible: bool
 
 
-Test = Callable[[MatchInput], bool]
 _Read = Callable[[MatchInput], Any]
+_UNLIMITED = 2**62
 _READERS: Mapping[str, _Read] = {
     "endpoint": attrgetter("profile.endpoint"),
     "model": attrgetter("profile.model"),
     "key": attrgetter("caller.key"),
     "team": attrgetter("caller.team"),
     "media": attrgetter("profile.media"),
+    "has_media": lambda request: bool(request.profile.media),
     "mtp_eligible": attrgetter("mtp_eligible"),
     "greedy": attrgetter("profile.sampling.greedy"),
     "stream": attrgetter("profile.stream"),
@@ -57,17 +60,41 @@ _READERS: Mapping[str, _Read] = {
     "logits_processors": attrgetter("profile.sampling.reshapes_logits"),
     "thinking_budget": lambda request: request.profile.thinking_budget is not None,
     "prompt_chars": attrgetter("profile.text_chars"),
-    "max_tokens": lambda request: inf if (most := request.profile.max_tokens) is None else most,
+    "max_tokens": lambda request: (
+        _UNLIMITED if request.profile.max_tokens is None else request.profile.max_tokens
+    ),
     "messages": attrgetter("profile.messages"),
+    "times": attrgetter("caller.minute_of_week"),
 }
 """What a condition is about, by its field in `When` or `Features`."""
+
+
+class _AnyMedia(NamedTuple):
+    """All media that contain one of these kinds."""
+
+    kinds: tuple[str, ...]
+
+    def __contains__(self, media: Any) -> bool:
+        return any(kind in self.kinds for kind, _ in media)
+
+
+class _Times(NamedTuple):
+    """The minutes of the week from each of these on, so many."""
+
+    begins: tuple[int, ...]
+    length: int
+
+    def __contains__(self, minute: Any) -> bool:
+        return any((minute - begin) % MINUTES_OF_WEEK < self.length for begin in self.begins)
 
 
 class CompiledPolicy(NamedTuple):
     """The parts of a document that requests use, computed once per document."""
 
-    tests: tuple[tuple[Test, ...], ...]
-    """By route, in the order of the document."""
+    readers: tuple[_Read, ...]
+    """The properties of a request that conditions use."""
+    conditions: tuple[tuple[tuple[int, Container[Any]], ...], ...]
+    """For each route the properties, by index, and the values of which one must match."""
     aliases: Mapping[str, str]
     """Alias -> model."""
     sampling: Mapping[str, Mapping[str, Any]]
@@ -78,43 +105,40 @@ class CompiledPolicy(NamedTuple):
 
 def compile_document(routes: Sequence[Route], models: Mapping[str, ModelPolicy]) -> CompiledPolicy:
     """Return the compiled form of the routes and models of a document."""
+    routes_by_property = [dict(_conditions(route.when)) for route in routes]
+    names = [*dict.fromkeys(name for wanted in routes_by_property for name in wanted)]
+    headers = sorted({name for route in routes for name in route.when.header or ()})
+    readers = {**_READERS, **{f"header {name}": _header(name) for name in headers}}
     return CompiledPolicy(
-        tests=tuple(tuple(_tests(route.when)) for route in routes),
+        readers=tuple(readers[name] for name in names),
+        conditions=tuple(
+            tuple((names.index(name), accepted) for name, accepted in wanted.items())
+            for wanted in routes_by_property
+        ),
         aliases={alias: name for name, model in models.items() for alias in model.aliases},
         sampling={name: model.sampling.given() for name, model in models.items()},
-        headers=tuple(sorted({name for route in routes for name in route.when.header or ()})),
+        headers=tuple(headers),
     )
 
 
-def _tests(when: When) -> Iterator[Test]:
-    """Yield a test for each condition."""
+def _conditions(when: When) -> Iterator[tuple[str, Container[Any]]]:
+    """Yield each property with a condition, and the values that match."""
     for name, wanted in (*when, *(when.features or ())):
-        if wanted is None or name not in _READERS:
-            continue
-        if name == "media" and isinstance(wanted, tuple):
-            yield _media_test(wanted)
-        else:
-            yield _test(_READERS[name], wanted)
+        if name in _READERS and wanted is not None:
+            yield _condition(name, wanted)
+    if when.times is not None:
+        yield "times", _Times(*when.times)
     for name, values in (when.header or {}).items():
-        yield _test(_header(name), values)
-    if (times := when.times) is not None:
-        begins, length = times
-        yield lambda request: any(
-            (request.caller.minute_of_week - begin) % MINUTES_OF_WEEK < length for begin in begins
-        )
+        yield f"header {name}", frozenset(values)
 
 
-def _test(read: _Read, wanted: bool | tuple[str, ...] | Range) -> Test:
+def _condition(name: str, wanted: bool | tuple[str, ...] | Range) -> tuple[str, Container[Any]]:
+    if isinstance(wanted, Range):
+        end = _UNLIMITED if wanted.at_most is None else min(wanted.at_most, _UNLIMITED - 1)
+        return name, range(wanted.at_least or 0, end + 1)
     if isinstance(wanted, bool):
-        return lambda request: bool(read(request)) is wanted
-    if isinstance(wanted, tuple):
-        return lambda request: read(request) in wanted
-    low, high = wanted.at_least or 0, inf if wanted.at_most is None else wanted.at_most
-    return lambda request: low <= read(request) <= high
-
-
-def _media_test(kinds: tuple[str, ...]) -> Test:
-    return lambda request: any(kind in kinds for kind, _ in request.profile.media)
+        return "has_media" if name == "media" else name, (wanted,)
+    return name, _AnyMedia(wanted) if name == "media" else frozenset(wanted)
 
 
 def _header(name: str) -> _Read:

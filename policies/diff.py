@@ -3,51 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 ABSENT = object()
 """A marker for an absent value, because null is a value."""
 
 
-class Difference(NamedTuple):
-    """One field, with its values in the old and in the new document."""
-
-    field: str
-    old: Any
-    new: Any
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the difference as JSON; absent values are omitted."""
-        sides = {"old": self.old, "new": self.new}
-        return {"field": self.field} | {
-            side: value for side, value in sides.items() if value is not ABSENT
-        }
-
-
-def diff(old: Any, new: Any) -> tuple[Difference, ...]:
-    """Return the differences, in the order of the documents.
+def diff(old: Any, new: Any) -> list[dict[str, Any]]:
+    """Return the differences, in the order of the documents: field, old and new value, if any.
 
     Named entries of a list (routes) are compared by name, not by index: a new first route is one
     difference, not one in every route.
     """
-    return tuple(_compare("", old, new))
+    return [
+        {"field": field} | {side: one for side, one in sides.items() if one is not ABSENT}
+        for field, sides in _compare("", old, new)
+    ]
 
 
-def _compare(field: str, old: Any, new: Any) -> Iterator[Difference]:
+def _compare(field: str, old: Any, new: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         yield from _compare_entries(field, old, new)
     elif (olds := _by_name(old)) is not None and (news := _by_name(new)) is not None:
         yield from _compare_entries(field, olds, news)
         common = [name for name in olds if name in news]
         if common != [name for name in news if name in olds]:
-            yield Difference(field, list(olds), list(news))
+            yield field, {"old": list(olds), "new": list(news)}
     elif not _same(old, new):
-        yield Difference(field, old, new)
+        yield field, {"old": old, "new": new}
 
 
 def _compare_entries(
     field: str, old: Mapping[str, Any], new: Mapping[str, Any]
-) -> Iterator[Difference]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in {**old, **new}:
         where = f"{field}.{name}" if field else name
         yield from _compare(where, old.get(name, ABSENT), new.get(name, ABSENT))

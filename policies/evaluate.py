@@ -56,9 +56,11 @@ def match_route(
     """Return the first route whose conditions match; the last route always matches."""
     bypass = bypass_reasons(profile)
     request = MatchInput(profile, caller, not bypass)
-    for route, tests in zip(policy.routes, policy.compiled.tests, strict=True):
-        for test in tests:
-            if not test(request):
+    compiled = policy.compiled
+    values = [read(request) for read in compiled.readers]
+    for route, conditions in zip(policy.routes, compiled.conditions, strict=True):
+        for index, accepted in conditions:
+            if values[index] not in accepted:
                 break
         else:
             return RouteMatch(route, bypass)

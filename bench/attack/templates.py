@@ -44,9 +44,9 @@ from workers.demo import CHECKPOINT
 from workers.engine.text.template_limits import BEFORE, IN_TEXT, TemplateLimits
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import InvalidGeneration, LaneName, ModelCard
+from workers.server.engines import ServingEngine
 from workers.server.errors import as_request_error
 from workers.server.pictures import PictureMemory
-from workers.server.ports import ServingEngine
 from workers.server.request import read_request
 
 SOURCE: Final = "llama-cpp-python==0.3.36"

@@ -158,9 +158,7 @@ async def show(request: Request, gateway: CurrentGateway) -> Response:
     """Show the active policy."""
     version = gateway.policy_store.version
     headers = {"etag": f'"{version.etag}"', VERSION_HEADER: str(version.number)}
-    if _wants_yaml(request):
-        return await _as_yaml(version, headers)
-    return Response(to_json(version.document), headers=headers, media_type=JSON)
+    return await _shown(request, version, to_json(version.document), headers)
 
 
 @router.put("", responses=_EDIT, openapi_extra=takes(ref("PolicyDocument"), JSON, YAML))
@@ -229,9 +227,7 @@ async def show_version(number: str, request: Request, gateway: CurrentGateway) -
     if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
         raise VersionUnknown(number)
     version = await gateway.policy_store.read_version(int(number))
-    if _wants_yaml(request):
-        return await _as_yaml(version, {VERSION_HEADER: number})
-    return Response(version.model_dump_json(), media_type=JSON)
+    return await _shown(request, version, to_json(version), {VERSION_HEADER: number})
 
 
 @router.post(
@@ -269,7 +265,7 @@ async def compare(request: Request, gateway: CurrentGateway) -> Difference:
     )
     return {
         "onto": base,
-        "changes": [change.to_json() for change in changes],
+        "changes": changes,
         "decisions": moves.total(),
         "moves": [
             {"from": old, "to": new, "count": count} for (old, new), count in moves.most_common()
@@ -294,10 +290,8 @@ async def _tested(request: Request, store: PolicyStore) -> Proposal:
     """
     document = store.version.document
     offer = await _offer(request, *_TEST_KINDS)
-    if offer.kind == MERGE_PATCH:
-        proposal = await asyncio.to_thread(offer.onto, document)
-    else:
-        proposal = await asyncio.to_thread(offer.whole)
+    patched = functools.partial(offer.onto, document)
+    proposal = await asyncio.to_thread(patched if offer.kind == MERGE_PATCH else offer.whole)
     store.check(proposal)
     return proposal
 
@@ -320,12 +314,12 @@ def _examples() -> list[Example]:
     return examples
 
 
-def _wants_yaml(request: Request) -> bool:
-    return YAML in request.headers.get("accept", "")
-
-
-async def _as_yaml(version: PolicyVersion, headers: Mapping[str, str]) -> Response:
-    """Return the text of the author, or the document as YAML if the author sent no text."""
+async def _shown(
+    request: Request, version: PolicyVersion, as_json: bytes, headers: Mapping[str, str]
+) -> Response:
+    """Return JSON, or for a client that accepts YAML the text of the author, if there is one."""
+    if YAML not in request.headers.get("accept", ""):
+        return Response(as_json, headers=headers, media_type=JSON)
     text = version.text or await asyncio.to_thread(write_yaml, version.document)
     return Response(text, headers=headers, media_type=YAML)
 

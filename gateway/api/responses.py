@@ -11,28 +11,16 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from gateway import errors
-from gateway.api.auth import (
-    CountedBody,
-    CurrentGateway,
-    CurrentHold,
-    CurrentKey,
-    data_router,
-    part,
-)
+from gateway.api.auth import CountedBody, CurrentGateway, CurrentHold, CurrentKey, data_router, part
 from gateway.api.messages import CurrentCounter
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.protocols.responses.items import shown_item
-from gateway.protocols.responses.request import (
-    Item,
-    Json,
-    check_items,
-    check_metadata,
-    read_items,
-)
+from gateway.protocols.responses.request import Item, check_items, check_metadata, read_items
 from gateway.proxy.handler import inspect
 from gateway.responses.exchange import FOLLOWER_BYTES, ResponsesService
 from gateway.responses.kept_items import KeptItems, named_items
 from gateway.strict_json import encode_body, parse
+from gateway.types import Json
 from paceline.request.fields import FieldError
 from policies.evaluate import ANY_MODEL
 
@@ -52,9 +40,6 @@ _NEW_ITEMS_LIMIT = 20
 router = data_router("/v1/responses")
 conversations = data_router("/v1/conversations")
 
-Include = Annotated[list[str], Query(max_length=16)]
-
-
 CurrentService = Annotated[ResponsesService, part("responses")]
 
 
@@ -63,6 +48,28 @@ async def _kept(service: CurrentService, hold: CurrentHold) -> KeptItems:
 
 
 CurrentKept = Annotated[KeptItems, Depends(_kept)]
+
+
+async def _owner(api_key: CurrentKey) -> str:
+    return api_key.caller.key
+
+
+Owner = Annotated[str, Depends(_owner)]
+
+
+async def _conversation(conversation_id: str, owner: Owner, kept: CurrentKept) -> Json:
+    return await kept.get("Conversation", owner, conversation_id)
+
+
+KeptConversation = Annotated[Json, Depends(_conversation)]
+
+
+async def _encrypted(include: Annotated[list[str], Query(max_length=16)] = []) -> bool:  # noqa: B006
+    return _ENCRYPTED in include
+
+
+Encrypted = Annotated[bool, Depends(_encrypted)]
+"""Whether the client asks for encrypted reasoning."""
 
 
 async def _fields(raw: CountedBody, gateway: CurrentGateway, hold: CurrentHold) -> Json:
@@ -81,6 +88,9 @@ class PageRequest(BaseModel):
     after: str = ""
     """The id of the item before the page."""
     include: list[str] = Field(default_factory=list, max_length=16)
+
+
+Page = Annotated[PageRequest, Query()]
 
 
 class Deleted(TypedDict):
@@ -149,17 +159,16 @@ async def count_tokens(
 @router.get("/{response_id}", **_SHOWS)
 async def show(
     response_id: str,
-    api_key: CurrentKey,
+    owner: Owner,
     *,
     service: CurrentService,
     kept: CurrentKept,
     hold: CurrentHold,
-    include: Include = [],  # noqa: B006 - FastAPI copies it
+    encrypted: Encrypted,
     stream: bool = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Json | Response:
     """Show a kept response, or stream the events of one in the background again."""
-    owner = api_key.caller.key
     running = service.background(owner, response_id)
     if stream:
         if running is None or running.log is None:
@@ -173,15 +182,14 @@ async def show(
         return StreamingResponse(events, media_type="text/event-stream")
     if running is not None and running.log is not None and not running.log.closed:
         return running.response
-    return _shown_response(await kept.get("Response", owner, response_id), include)
+    return _shown_response(await kept.get("Response", owner, response_id), encrypted=encrypted)
 
 
 @router.delete("/{response_id}", **_READS)
 async def delete(
-    response_id: str, api_key: CurrentKey, service: CurrentService, kept: CurrentKept
+    response_id: str, owner: Owner, service: CurrentService, kept: CurrentKept
 ) -> Deleted:
     """Delete a kept response; one that still runs in the background is cancelled."""
-    owner = api_key.caller.key
     if (running := service.background(owner, response_id)) is not None:
         await running.cancel()
         service.forget(running)
@@ -191,10 +199,9 @@ async def delete(
 
 @router.post("/{response_id}/cancel", **_SHOWS)
 async def cancel(
-    response_id: str, api_key: CurrentKey, service: CurrentService, kept: CurrentKept
+    response_id: str, owner: Owner, service: CurrentService, kept: CurrentKept
 ) -> Json:
     """Cancel a response in the background."""
-    owner = api_key.caller.key
     if (running := service.background(owner, response_id)) is not None:
         await running.cancel()
     record = await kept.get("Response", owner, response_id)
@@ -207,39 +214,34 @@ async def cancel(
             "The response runs at another gateway, which alone can cancel it.",
             param="response_id",
         )
-    return _shown_response(record, ())
+    return _shown_response(record)
 
 
 @router.get("/{response_id}/input_items", **_READS)
-async def input_items(
-    response_id: str,
-    api_key: CurrentKey,
-    kept: CurrentKept,
-    page: Annotated[PageRequest, Query()],
-) -> ItemList:
+async def input_items(response_id: str, owner: Owner, kept: CurrentKept, page: Page) -> ItemList:
     """List the items of a response's input."""
-    record = await kept.get("Response", api_key.caller.key, response_id)
+    record = await kept.get("Response", owner, response_id)
     return _page(record["input"], page)
 
 
 @conversations.post("", **_ADDS, response_model=dict[str, Any])
-async def create_conversation(api_key: CurrentKey, kept: CurrentKept, fields: Fields) -> Json:
+async def create_conversation(owner: Owner, kept: CurrentKept, fields: Fields) -> Json:
     """Create a conversation, with items or without."""
     _check_names(fields, "items", "metadata")
     items = _new_items(fields.get("items") or [])
     metadata = _checked(check_metadata, fields.get("metadata"))
-    return _shown(await kept.create_conversation(api_key.caller.key, items, metadata))
+    return _shown(await kept.create_conversation(owner, items, metadata))
 
 
 @conversations.get("/{conversation_id}", **_SHOWS)
-async def show_conversation(conversation_id: str, api_key: CurrentKey, kept: CurrentKept) -> Json:
+async def show_conversation(conversation: KeptConversation) -> Json:
     """Show a conversation."""
-    return _shown(await kept.get("Conversation", api_key.caller.key, conversation_id))
+    return _shown(conversation)
 
 
 @conversations.post("/{conversation_id}", **_ADDS, response_model=dict[str, Any])
 async def update_conversation(
-    conversation_id: str, api_key: CurrentKey, kept: CurrentKept, fields: Fields
+    conversation_id: str, owner: Owner, kept: CurrentKept, fields: Fields
 ) -> Json:
     """Replace the metadata of a conversation."""
     _check_names(fields, "metadata")
@@ -248,73 +250,53 @@ async def update_conversation(
     def replace(conversation: Json) -> None:
         conversation["metadata"] = metadata
 
-    return _shown(await kept.change(api_key.caller.key, conversation_id, replace))
+    return _shown(await kept.change(owner, conversation_id, replace))
 
 
 @conversations.delete("/{conversation_id}", **_READS)
-async def delete_conversation(
-    conversation_id: str, api_key: CurrentKey, kept: CurrentKept
-) -> Deleted:
+async def delete_conversation(conversation_id: str, owner: Owner, kept: CurrentKept) -> Deleted:
     """Delete a conversation; the responses in it stay."""
-    await kept.delete("Conversation", api_key.caller.key, conversation_id)
+    await kept.delete("Conversation", owner, conversation_id)
     return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
 
 @conversations.get("/{conversation_id}/items", **_READS)
-async def list_items(
-    conversation_id: str,
-    api_key: CurrentKey,
-    kept: CurrentKept,
-    page: Annotated[PageRequest, Query()],
-) -> ItemList:
+async def list_items(conversation: KeptConversation, page: Page) -> ItemList:
     """List the items of a conversation."""
-    conversation = await kept.get("Conversation", api_key.caller.key, conversation_id)
     return _page(conversation["items"], page)
 
 
 @conversations.post("/{conversation_id}/items", **_ADDS)
 async def add_items(
-    conversation_id: str,
-    api_key: CurrentKey,
-    kept: CurrentKept,
-    fields: Fields,
-    include: Include = [],  # noqa: B006
+    conversation_id: str, owner: Owner, kept: CurrentKept, fields: Fields, encrypted: Encrypted
 ) -> ItemList:
     """Add items to a conversation."""
     _check_names(fields, "items")
     items = named_items(_new_items(fields.get("items")))
-    await kept.add_items(api_key.caller.key, conversation_id, items)
+    await kept.add_items(owner, conversation_id, items)
+    include = [_ENCRYPTED] if encrypted else []
     return _page(items, PageRequest(limit=100, order="asc", include=include))
 
 
 @conversations.get("/{conversation_id}/items/{item_id}", **_SHOWS)
-async def show_item(
-    conversation_id: str,
-    item_id: str,
-    api_key: CurrentKey,
-    kept: CurrentKept,
-    include: Include = [],  # noqa: B006
-) -> Json:
+async def show_item(item_id: str, conversation: KeptConversation, encrypted: Encrypted) -> Json:
     """Show an item of a conversation."""
-    conversation = await kept.get("Conversation", api_key.caller.key, conversation_id)
-    found = conversation["items"][_place(conversation["items"], item_id)]
-    return shown_item(found, encrypted=_ENCRYPTED in include)
+    items = conversation["items"]
+    return shown_item(items[_place(items, item_id)], encrypted=encrypted)
 
 
 @conversations.delete("/{conversation_id}/items/{item_id}", **_SHOWS)
-async def delete_item(
-    conversation_id: str, item_id: str, api_key: CurrentKey, kept: CurrentKept
-) -> Json:
+async def delete_item(conversation_id: str, item_id: str, owner: Owner, kept: CurrentKept) -> Json:
     """Delete an item of a conversation."""
 
     def drop(conversation: Json) -> None:
         del conversation["items"][_place(conversation["items"], item_id)]
 
-    return _shown(await kept.change(api_key.caller.key, conversation_id, drop))
+    return _shown(await kept.change(owner, conversation_id, drop))
 
 
-def _shown_response(record: Json, include: Sequence[str]) -> Json:
-    encrypted = record["encrypted"] or _ENCRYPTED in include
+def _shown_response(record: Json, *, encrypted: bool = False) -> Json:
+    encrypted = record["encrypted"] or encrypted
     output = [shown_item(item, encrypted=encrypted) for item in record["output"]]
     return {**record["response"], "output": output}
 

@@ -40,10 +40,6 @@ _FILE_PROBLEMS: Mapping[type[OSError], str] = {
 }
 
 
-class GatewayUnavailable(CommandError):
-    """A gateway did not return a usable response."""
-
-
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """A running gateway, as a command sends requests to it."""
@@ -64,7 +60,7 @@ class Gateway:
     def send(
         self, method: str, path: str, *, conflict_hint: str = "", **request: Any
     ) -> httpx.Response:
-        """Return a successful response; raise `GatewayUnavailable` for any other.
+        """Return a successful response; raise `CommandError` for any other.
 
         `conflict_hint` follows the gateway's message if another edit came first.
         """
@@ -100,7 +96,7 @@ class Gateway:
             yield response
 
     def _check_listening(self) -> None:
-        """Raise `GatewayUnavailable` if this machine itself refuses the connection.
+        """Raise `CommandError` if this machine itself refuses the connection.
 
         The request tells of all other problems, those of the URL included.
         """
@@ -132,17 +128,17 @@ class Gateway:
         except httpx.HTTPError:
             raise self._unreachable() from None
 
-    def _unreachable(self) -> GatewayUnavailable:
-        return GatewayUnavailable(f"no gateway answers at {self.url}; `paceline up` starts one.")
+    def _unreachable(self) -> CommandError:
+        return CommandError(f"no gateway answers at {self.url}; `paceline up` starts one.")
 
     def _refusal(
         self, response: httpx.Response, secret: str, source: str, conflict_hint: str
-    ) -> GatewayUnavailable:
+    ) -> CommandError:
         """Return the error for a response with an error status, in the gateway's words."""
         if response.status_code == HTTPStatus.UNAUTHORIZED and not secret and source == _API_KEY:
             context = click.get_current_context(silent=True)
             command = context.command_path if context else "paceline ..."
-            return GatewayUnavailable(f"this gateway needs a key: {_API_KEY}=pk-... {command}")
+            return CommandError(f"this gateway needs a key: {_API_KEY}=pk-... {command}")
         hints: dict[int, str] = {
             HTTPStatus.PRECONDITION_FAILED: conflict_hint,
             HTTPStatus.UNAUTHORIZED: f"The command reads it from {source}.",
@@ -152,7 +148,7 @@ class Gateway:
             case {"error": {"message": str(message)}}:
                 reason = message
         hint = hints.get(response.status_code, "")
-        return GatewayUnavailable(f"the gateway refused: {reason} {hint}".rstrip())
+        return CommandError(f"the gateway refused: {reason} {hint}".rstrip())
 
     def _key(self) -> tuple[str, str]:
         """Return the key and where it comes from; no other machine gets the stored admin key."""
@@ -182,9 +178,9 @@ class Gateway:
                 return cleaned
         raise self.unknown_server()
 
-    def unknown_server(self) -> GatewayUnavailable:
+    def unknown_server(self) -> CommandError:
         """Return the error for a response that no gateway sends."""
-        return GatewayUnavailable(f"the server at {self.url} is not a Paceline gateway.")
+        return CommandError(f"the server at {self.url} is not a Paceline gateway.")
 
 
 def connect(url: str, *, admin: bool = False) -> Gateway:

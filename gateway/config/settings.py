@@ -11,7 +11,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import StartupError
-from paceline.protocol import KEEPALIVE_S
 from paceline.settings import InvalidSettings, load_layered
 
 
@@ -85,8 +84,6 @@ class Settings(BaseSettings):
     minutes."""
     idle_timeout_s: float = Field(default=120.0, gt=0)
     """The longest pause within a stream."""
-    keepalive_s: float = Field(default=KEEPALIVE_S, gt=0)
-    """The longest time without an event before a stream gets a comment, or its head."""
     request_timeout_s: float = Field(default=3600.0, gt=0)
     """For a complete request, from its body to the last byte of the response."""
     requests_limit: int = Field(default=1024, gt=0)

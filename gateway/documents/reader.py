@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+from binascii import a2b_base64
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -17,7 +18,7 @@ from pydantic_core import from_json
 
 from gateway.documents import pdf_process
 from gateway.memory_budget import MemoryBudget, MemoryHold
-from gateway.protocols.documents import UNREAD, Document, decoded
+from gateway.protocols.documents import UNREAD, Document
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,9 @@ class DocumentReader:
         for pdf in dict.fromkeys(pdfs):
             with hold.another() as reading:
                 reading.add(_FORMS * len(pdf))
-                content = await asyncio.to_thread(decoded, pdf)
+                content = b""
+                with contextlib.suppress(ValueError):
+                    content = await asyncio.to_thread(a2b_base64, pdf)
                 if not content:
                     found[pdf] = _DAMAGED
                     continue

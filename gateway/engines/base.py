@@ -14,7 +14,7 @@ from gateway.errors import GatewayError
 from gateway.protocols.event_stream import AnswerReader
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
-from gateway.routing.view import NO_MODELS, TAKES_ALL, ModelView
+from gateway.routing.view import TAKES_ALL, ModelView
 from gateway.strict_json import Pieces
 from gateway.types import MAX_ENGINE_MODELS, Json
 from paceline.names import MODEL_PATTERN
@@ -160,12 +160,11 @@ class Engine(AnswerReader, ABC):
         self.authorization = {"authorization": f"Bearer {token}"} if token else {}
 
     @abstractmethod
-    def models(self, report: WorkerReport) -> tuple[str, ...]:
-        """Return the models that a worker serves, by their names in the fleet."""
+    def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
+        """Return the models that a worker serves, by their names in the fleet.
 
-    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:
-        """Return the models that lack a feature or are not in memory."""
-        return NO_MODELS
+        Then those of them that lack a feature or are not in memory.
+        """
 
     @abstractmethod
     def headers(self, told: Told) -> Mapping[str, str]:

@@ -18,9 +18,8 @@ from gateway.engines.base import (
     object_of,
 )
 from gateway.engines.openai import MODELS, LocalEngine
-from gateway.protocols.base import count
 from gateway.protocols.engine_answer import FORMS
-from gateway.protocols.event_stream import fact_pattern
+from gateway.protocols.event_stream import count, fact_pattern
 from gateway.routing.features import Feature
 from gateway.types import Drafts, Json, Usage
 

@@ -10,7 +10,7 @@ from gateway.engines.base import Ask, EngineModel, EngineState, Question, named,
 from gateway.engines.openai import LocalEngine
 from gateway.engines.refusals import OVERFLOW_MESSAGE, Phrase
 from gateway.errors import CONTEXT_OVERFLOW
-from gateway.protocols.base import count
+from gateway.protocols.event_stream import count
 from gateway.routing.features import Feature
 from gateway.routing.view import TAKES_ALL
 

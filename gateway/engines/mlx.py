@@ -23,9 +23,8 @@ from gateway.engines.llama_cpp import FACTS, drafts_of_timings
 from gateway.engines.openai import MODELS, LocalEngine
 from gateway.engines.refusals import Phrase
 from gateway.errors import GatewayError
-from gateway.protocols.base import count
 from gateway.protocols.engine_answer import FORMS
-from gateway.protocols.event_stream import fact_pattern
+from gateway.protocols.event_stream import count, fact_pattern
 from gateway.strict_json import Pieces
 from gateway.types import Drafts, Json
 from paceline.protocol import Speculation

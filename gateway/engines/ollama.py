@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.engines.base import Ask, EngineModel, EngineState, Question, named, object_of
 from gateway.engines.openai import LocalEngine
-from gateway.protocols.base import count
+from gateway.protocols.event_stream import count
 from gateway.routing.features import Feature
 
 _FEATURES = {"vision": Feature.IMAGE, "tools": Feature.TOOLS}

@@ -11,7 +11,7 @@ from typing import Any
 from gateway.engines.base import Ask, EngineModel, EngineState, Question, named
 from gateway.engines.llama_cpp import with_cached
 from gateway.engines.openai import LocalEngine
-from gateway.protocols.base import count
+from gateway.protocols.event_stream import count
 from gateway.routing.features import Feature
 from gateway.routing.view import TAKES_ALL
 from gateway.types import Json, Usage

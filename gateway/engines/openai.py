@@ -18,9 +18,8 @@ from gateway.engines.base import (
 )
 from gateway.engines.refusals import Phrase, read_refusal
 from gateway.errors import GatewayError
-from gateway.protocols.base import count
 from gateway.protocols.engine_answer import FORMS
-from gateway.protocols.event_stream import fact_pattern
+from gateway.protocols.event_stream import count, fact_pattern
 from gateway.routing.features import LACKS
 from gateway.routing.view import ModelView
 from gateway.strict_json import Pieces, encode_body, size_of
@@ -122,13 +121,9 @@ class OpenAIEngine(Engine):
         there = self.names.get(name, name)
         return self._listed.get(there, EngineModel(there))
 
-    def models(self, report: WorkerReport) -> tuple[str, ...]:
-        """Return the models that the engine has now."""
-        return tuple(self.names)
-
-    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:
-        """Return the models that lack a feature or are not in memory."""
-        return self._views
+    def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
+        """Return the models that the engine has now, and those that differ."""
+        return tuple(self.names), self._views
 
     def headers(self, told: Told) -> Mapping[str, str]:
         """Return the key: no other header is of use to it."""

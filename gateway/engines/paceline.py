@@ -21,7 +21,7 @@ from gateway.engines.base import (
 from gateway.engines.openai import MODELS, OpenAIEngine
 from gateway.engines.refusals import failed
 from gateway.errors import GatewayError
-from gateway.protocols.base import count
+from gateway.protocols.event_stream import count
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
@@ -79,13 +79,10 @@ class PacelineWorker(_Paceline):
     continues_streams = True
     isolation = Isolation.CACHE_SALT
 
-    def models(self, report: WorkerReport) -> tuple[str, ...]:
-        """Return the one model of the report."""
-        return (report.model,)
-
-    def model_views(self, report: WorkerReport) -> Mapping[str, ModelView]:
-        """Return that the model lacks pictures, if it does."""
-        return {} if report.sees_pictures else {report.model: ModelView(_NO_PICTURES)}
+    def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
+        """Return the one model of the report, and whether it lacks pictures."""
+        blind = {} if report.sees_pictures else {report.model: ModelView(_NO_PICTURES)}
+        return (report.model,), blind
 
     def headers(self, told: Told) -> Mapping[str, str]:
         """Return the token, the lane, what isolates the prompt, its sources and its limit."""

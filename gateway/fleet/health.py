@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -111,31 +111,25 @@ class ReportClient:
     async def _refresh_all(self) -> None:
         """Update the reports of all live workers; one that times out keeps its last report."""
         current = [
-            one.report
+            self._record(one.report, self._fleet.update_report)
             for one in self._fleet.workers()
             if one.backend.sends_reports and one.confirmed and not one.problem
         ]
-        for report in await asyncio.gather(*map(self._refreshed, current)):
-            if report is not None:
-                self._fleet.update_report(report)
-                await self._store.store_report(report)
+        await asyncio.gather(*current)
 
-    async def probe(self, worker: WorkerReport) -> bool:
-        """Return whether a worker answers; its answer counts as a heartbeat."""
-        report = await self._refreshed(worker)
-        if report is None:
-            return False
-        self._fleet.probe_succeeded(report)
-        await self._store.store_report(report)
-        return True
+    async def probe(self, worker: WorkerReport) -> None:
+        """Probe a worker; its answer counts as a heartbeat."""
+        await self._record(worker, self._fleet.probe_succeeded)
 
-    async def _refreshed(self, worker: WorkerReport) -> WorkerReport | None:
-        """Return the present report of a worker; None without one in time."""
+    async def _record(self, worker: WorkerReport, record: Callable[[WorkerReport], None]) -> None:
+        """Record the present report of a worker, if it arrives in time."""
         try:
-            return await self._fetch(worker, REPORT_TIMEOUT_S)
+            report = await self._fetch(worker, REPORT_TIMEOUT_S)
         except _NoReport as failure:
             log.warning("report.failed worker=%s error=%s", worker.worker_id, failure.detail)
-            return None
+        else:
+            record(report)
+            await self._store.store_report(report)
 
     async def _fetch(self, worker: WorkerReport, timeout_s: float) -> WorkerReport:
         """Return the present report of a worker; raise `_NoReport`."""
@@ -226,14 +220,12 @@ async def fetch(
     retrying = AsyncRetrying(
         stop=stop_after_attempt(MAX_ATTEMPTS),
         wait=wait_fixed(_RETRY_DELAY_S),
-        retry=retry_if_exception(_is_broken),
+        retry=retry_if_exception(
+            lambda error: isinstance(error, Exception) and not isinstance(error, TIMEOUTS)
+        ),
         reraise=True,
     )
     return await retrying(ask)
-
-
-def _is_broken(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, TIMEOUTS)
 
 
 async def read_bounded(response: httpx.Response) -> bytes:

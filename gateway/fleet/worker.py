@@ -72,8 +72,7 @@ class WorkerState:
         self.report = report
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
-        self.models = self.backend.models(report)
-        by_model = dict(self.backend.model_views(report))
+        self.models, by_model = self.backend.models(report)
         tells_system = report.system_inside is not None
         of_worker = report.ready, report.draining, report.labels, tells_system
         lanes = [lane.name for lane in report.lanes]

@@ -69,13 +69,13 @@ class DownstreamProtocol(BoundedProtocol):
         """Pause the running request and those behind it."""
         super().pause_writing()
         if self.writer is not None:
-            self.writer.set_write_paused(True)
+            self.writer.on_write_paused(True)
 
     def resume_writing(self) -> None:
         """Resume what was paused."""
         super().resume_writing()
         if self.writer is not None:
-            self.writer.set_write_paused(False)
+            self.writer.on_write_paused(False)
 
     def on_message_begin(self) -> None:
         """Offer the writer of the response to the application."""
@@ -163,7 +163,8 @@ class ResponseWriter(EventWriter):
         self._chunked = False
         self._disconnected = False
         self._cancel_scope: CancelScope | None = None
-        self._on_write_paused: Callable[[bool], None] | None = None
+        self.on_write_paused: Callable[[bool], None] = _ignore
+        """Called with whether written bytes of a stream pile up."""
 
     async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Send a whole response."""
@@ -184,13 +185,11 @@ class ResponseWriter(EventWriter):
     ) -> None:
         """Prepare a stream with these headers, once the client has read earlier responses.
 
-        `on_write_paused` is called with True when written bytes pile up because the client reads
-        slowly, and with False when they no longer do. An early head has gone out without these
-        headers.
+        An early head has gone out without these headers.
         """
         await self.drained()
         self.opened_s = asyncio.get_running_loop().time()
-        self._on_write_paused = on_write_paused
+        self.on_write_paused = on_write_paused
         if not self.started:
             self._stream_headers = self._with_own(headers)
 
@@ -273,15 +272,10 @@ class ResponseWriter(EventWriter):
 
     # Called by the connection.
 
-    def set_write_paused(self, paused: bool) -> None:
-        """Pass on whether written bytes pile up."""
-        if self._on_write_paused is not None:
-            self._on_write_paused(paused)
-
     def disconnect(self) -> None:
         """Record that the client has disconnected, and cancel the request."""
         self._disconnected = True
-        self._send = _drop
+        self._send = _ignore
         if self._cancel_scope is not None:
             self._cancel_scope.cancel(ClientDisconnected())
 
@@ -315,7 +309,7 @@ class ResponseWriter(EventWriter):
 
     def _complete(self) -> None:
         """Free the connection for the next request, or close it."""
-        self._on_write_paused = None
+        self.on_write_paused = _ignore
         cycle = self._cycle
         cycle.response_complete = True
         if not cycle.keep_alive:
@@ -323,8 +317,8 @@ class ResponseWriter(EventWriter):
         cycle.on_response()
 
 
-def _drop(_piece: bytes) -> None:
-    """Take what nobody reads."""
+def _ignore(_: object) -> None:
+    """Take what nobody needs."""
 
 
 def response_writer(scope: Scope) -> ResponseWriter:

@@ -45,11 +45,6 @@ def objects_in(answer: Mapping[str, Any], name: str) -> list[Json]:
     return values
 
 
-def objects_of(values: object) -> list[Json]:
-    """Return the objects of a list; none if it is no list."""
-    return [one for one in values if isinstance(one, dict)] if isinstance(values, list) else []
-
-
 def choice_of(answer: Mapping[str, Any]) -> Json:
     """Return the first choice of an engine's answer or chunk, empty if there is none."""
     choices = objects_in(answer, "choices")
@@ -64,11 +59,6 @@ def text_in(answer: Mapping[str, Any], name: str) -> str:
     if not isinstance(value, str):
         raise AnswerMalformed(name)
     return value
-
-
-def count(value: object, most: int = 2**53) -> int:
-    """Return a whole number within 0 and a bound; 0 for anything else."""
-    return min(max(value, 0), most) if type(value) is int else 0
 
 
 def call_of(call_id: str, name: str, arguments: str) -> Json:

@@ -5,7 +5,6 @@ Something else reads the PDFs, before a body is translated: a pure function wait
 
 from __future__ import annotations
 
-import binascii
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -122,11 +121,3 @@ def pdfs_in(messages: Any) -> Iterator[str]:
                 yield pdf
             for name in ("content", "output"):
                 yield from pdfs_in(one.get(name))
-
-
-def decoded(pdf: str) -> bytes | None:
-    """Return the bytes of a base64 text; None if it is none."""
-    try:
-        return binascii.a2b_base64(pdf)
-    except ValueError:
-        return None

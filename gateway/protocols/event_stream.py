@@ -15,10 +15,11 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from gateway.protocols.base import AnswerMalformed, StreamEncoder, count, objects_of
+from gateway.protocols.base import AnswerMalformed, StreamEncoder
 from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
+from gateway.strict_json import objects_of
 from gateway.types import Drafts, Header, Usage
-from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, DraftSource, header_value
+from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, header_value
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -29,8 +30,6 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
 _CONTENT = ("content", "reasoning_content", "tool_calls")
-# More than any context: a wrong count must not make a sum shrink or overflow.
-_count = partial(count, most=10_000_000)
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
 
@@ -342,6 +341,15 @@ def comment_of(headers: Iterable[Header]) -> bytes:
     return b"".join((*lines, b"\n")) if lines else b""
 
 
+def count(value: object, most: int = 2**53) -> int:
+    """Return a whole number within 0 and a bound; 0 for anything else."""
+    return min(max(value, 0), most) if type(value) is int else 0
+
+
+_count = partial(count, most=10_000_000)
+"""Bounds tokens by more than any context: a wrong count must not make a sum shrink or overflow."""
+
+
 class AnswerReader:
     """Reads the facts of answers and of chunks as OpenAI and vLLM spell them.
 
@@ -373,7 +381,7 @@ class AnswerReader:
         """Read vLLM's per-request draft counts; None if there are no valid ones."""
         metrics = answer.get("metrics")
         counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-        if not isinstance(metrics, dict) or not isinstance(counts, dict):
+        if not isinstance(counts, dict):
             return None
         names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
         steps, drafted, accepted = (_count(counts.get(name)) for name in names)
@@ -381,25 +389,10 @@ class AnswerReader:
         by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
         if accepted > drafted:
             return None
-        sources = _draft_sources(metrics)
-        return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)), sources)
+        return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
 
 
 read_usage = AnswerReader.usage
-
-
-def _draft_sources(metrics: Mapping[str, Any]) -> tuple[tuple[str, int, int], ...]:
-    """Read the draft counts by source, of the sources that we know."""
-    sources = metrics.get("draft_sources")
-    if not isinstance(sources, dict):
-        return ()
-    found = []
-    for source in DraftSource:
-        counts = sources.get(source.value)
-        if isinstance(counts, dict):
-            drafted = _count(counts.get("attempted"))
-            found.append((source.value, drafted, min(_count(counts.get("accepted")), drafted)))
-    return tuple(found)
 
 
 def _event_end(data: bytes, search_from: int) -> int:

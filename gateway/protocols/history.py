@@ -106,9 +106,7 @@ def readable(
 
     Raise `FieldError` for a PDF of this turn that cannot be read.
     """
-    messages = body.get("messages")
-    if not isinstance(messages, list):
-        return body, ()
+    messages = body["messages"]
     roles = [one.get("role") if isinstance(one, Mapping) else None for one in messages]
     turn = last_turn(roles)
     changed: dict[int, list[Any]] = {}

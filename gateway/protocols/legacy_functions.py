@@ -9,15 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.protocols.base import objects_of
+from gateway.strict_json import objects_of
 from paceline.request.fields import FieldError
-
-
-def has_function_messages(messages: object) -> bool:
-    """Return whether a history has calls or results of functions that are no tools."""
-    return any(
-        "function_call" in one or one.get("role") == "function" for one in objects_of(messages)
-    )
 
 
 def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:

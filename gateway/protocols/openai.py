@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from gateway import errors
 from gateway.memory_budget import MemoryHold
-from gateway.protocols.base import StreamEncoder, object_in, objects_of
+from gateway.protocols.base import StreamEncoder, object_in
 from gateway.protocols.documents import NO_DOCUMENTS, Document, Readable, pdfs_in
 from gateway.protocols.history import readable
-from gateway.protocols.legacy_functions import as_function_call, has_function_messages, with_tools
+from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from gateway.strict_json import ITEMS_LIMIT, encode_json
+from gateway.strict_json import ITEMS_LIMIT, encode_json, objects_of
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, Json, LimitState
 from paceline.request.compatibility import NEUTRAL
 from paceline.request.constraint import TOOL_GRAMMARS
@@ -51,8 +51,17 @@ class InspectionContext(NamedTuple):
     caller: Caller = NO_CALLER
 
     def reading(self, model: object) -> Readable:
-        """Return what a model can read besides text, with the documents of its request."""
-        return reading_of(model, self.policy, self.fleet, self.documents)
+        """Return what the workers of a model can read besides text, and the policy allows."""
+        policy, fleet = self.policy, self.fleet
+        kinds, limits = frozenset(policy.media.kinds), (policy.media.pictures, policy.media.pixels)
+        if not isinstance(model, str):
+            return Readable(kinds, self.documents, *limits)
+        served = fleet.models_of(Endpoint.CHAT)
+        model = resolve_model(policy, model, served)
+        if not fleet.takes_all:
+            kinds = frozenset(kind for kind in kinds if fleet.takes(model, MEDIA[kind]))
+        inside = model in served - fleet.untold
+        return Readable(kinds, self.documents, *limits, system_inside=inside)
 
     def scope(self, body: Mapping[str, Any]) -> str:
         """Return the isolation scope of a body; raise `FieldError`."""
@@ -123,7 +132,7 @@ class WireFormat:
         served = fleet.models_of(self.endpoint)
         model = resolve_model(policy, requested, served) if isinstance(requested, str) else ""
         legacy = self.endpoint is Endpoint.CHAT and bool(body.get("functions"))
-        if legacy or has_function_messages(body.get("messages")):
+        if legacy or _has_function_messages(body.get("messages")):
             body = with_tools(body)
         replaced: tuple[str, ...] = ()
         if _has_parts(body.get("messages")):
@@ -206,23 +215,6 @@ class WireFormat:
         return errors.to_event(error)
 
 
-def reading_of(
-    requested: object,
-    policy: PolicyDocument,
-    fleet: FleetView,
-    documents: Mapping[str, Document] = NO_DOCUMENTS,
-) -> Readable:
-    """Return what the workers of a model can read, and the policy allows."""
-    kinds, limits = frozenset(policy.media.kinds), (policy.media.pictures, policy.media.pixels)
-    if not isinstance(requested, str):
-        return Readable(kinds, documents, *limits)
-    served = fleet.models_of(Endpoint.CHAT)
-    model = resolve_model(policy, requested, served)
-    if not fleet.takes_all:
-        kinds = frozenset(kind for kind in kinds if fleet.takes(model, MEDIA[kind]))
-    return Readable(kinds, documents, *limits, system_inside=model in served - fleet.untold)
-
-
 class OpenAIStreamEncoder(StreamEncoder):
     """Passes events on as they come, without the usage and the metrics that were not requested."""
 
@@ -287,6 +279,13 @@ def _duration(seconds: float) -> bytes:
 def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
     """Return whether the client gets metrics, in a response with usage or without."""
     return request.policy.metrics.included_in(requested=request.profile.metrics, usage=usage)
+
+
+def _has_function_messages(messages: Any) -> bool:
+    """Return whether a history has calls or results of functions that are no tools."""
+    return any(
+        "function_call" in one or one.get("role") == "function" for one in objects_of(messages)
+    )
 
 
 def _has_parts(messages: Any) -> bool:

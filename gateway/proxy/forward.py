@@ -80,6 +80,7 @@ class Forwarder:
 
     def __init__(self, gateway: Gateway) -> None:
         self._settings = settings = gateway.settings
+        self._keepalive_s = gateway.timing.keepalive_s
         self._scheduler = gateway.scheduler
         self._fleet = gateway.fleet
         self._prefix_index = gateway.prefix_index
@@ -151,7 +152,7 @@ class Forwarder:
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)
 
-        return KeepAlive(writer, self._settings.keepalive_s, comment, check)
+        return KeepAlive(writer, self._keepalive_s, comment, check)
 
     async def _check_queued(self, context: RequestContext) -> None:
         """Let a worker check a queued request, and reject it if the worker would refuse it.
@@ -159,9 +160,8 @@ class Forwarder:
         Before an early head such a refusal still has a status of its own.
         """
         request, decision = context.routed, context.decision
-        workers = {worker.report.worker_id: worker for worker in self._fleet.workers()}
         for candidate in decision.candidates if decision is not None else ():
-            worker = workers.get(candidate.worker_id)
+            worker = self._fleet.get(candidate.worker_id)
             if worker is None or not worker.backend.sends_reports:
                 continue
             async with self._check_slots:

@@ -27,7 +27,7 @@ from gateway.http.downstream import (
 )
 from gateway.inspection_thread import Turn, is_large
 from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
-from gateway.protocols.openai import WireFormat, reading_of
+from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.proxy.billing import TokenReservation, default_max_tokens, estimate
 from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
@@ -69,7 +69,7 @@ async def inspect(
     model, pdfs = await turn.run(wire_format.pdfs, body)
     documents = NO_DOCUMENTS
     if pdfs:
-        pictures = "image" in reading_of(model, *policy_and_fleet).media
+        pictures = "image" in InspectionContext(*policy_and_fleet).reading(model).media
         documents = await gateway.documents.read(turn.hold, pdfs, pictures=pictures)
     try:
         return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents, caller)

@@ -26,8 +26,9 @@ from gateway.http.downstream import (
 )
 from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses import ResponsesFormat
-from gateway.protocols.responses.request import Json, ResponsesRequest
+from gateway.protocols.responses.request import ResponsesRequest
 from gateway.responses.kept_items import KeptItems, new_id
+from gateway.types import Json
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,7 @@ class ResponseExchange(ResponsesFormat):
             return client
         response = self.response
         self.log = event_log = EventLog(
-            self._settings.keepalive_s, self._hold.another(), cancel_scope.cancel
+            self._service.gateway.timing.keepalive_s, self._hold.another(), cancel_scope.cancel
         )
         self._service.add(self)
         client.attach(None)

@@ -17,12 +17,15 @@ from gateway import errors
 from gateway.inspection_thread import InspectionThread
 from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses.items import known_fields
-from gateway.protocols.responses.request import Item, Json, ResponsesRequest
+from gateway.protocols.responses.request import Item, ResponsesRequest
 from gateway.state.expiring import ExpiringRecords
 from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body, footprint_bytes
+from gateway.types import Json
 
-_KINDS = {"Response": "resp", "Conversation": "conv"}
-"""Of records, with the prefix of their ids."""
+_IDS = {
+    "Response": re.compile(r"resp_[0-9a-f]{48}"),
+    "Conversation": re.compile(r"conv_[0-9a-f]{48}"),
+}
 # An item names the response that it belongs to, its place there, and whether it was input.
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})([0-9a-f]{4})(i?)")
 _PREFIXES = {
@@ -150,7 +153,7 @@ class KeptItems:
 
     async def delete(self, kind: str, owner: str, name: str) -> None:
         """Delete a response or a conversation; raise `ResponseUnknown`."""
-        if not (_is_id(kind, name) and await self._records.delete(owner, name)):
+        if not (_IDS[kind].fullmatch(name) and await self._records.delete(owner, name)):
             raise errors.ResponseUnknown(kind, name)
 
     async def create_conversation(
@@ -173,7 +176,7 @@ class KeptItems:
         for _ in range(_WRITES):
             with self._hold.another() as hold:
                 before = (await self._records.get(owner, [name], hold.add))[0]
-                if before is None or not _is_id("Conversation", name):
+                if before is None or not _IDS["Conversation"].fullmatch(name):
                     raise errors.ResponseUnknown("Conversation", name)
                 hold.add(await self._thread.run(len(before), footprint_bytes, before))
                 self._size_bytes += len(before)
@@ -204,7 +207,7 @@ class KeptItems:
         return await self._thread.run(self._size_bytes, _encode, record, self._size_bytes)
 
     async def _record(self, kind: str, owner: str, name: str) -> Json | None:
-        return (await self._read(owner, [name]))[0] if _is_id(kind, name) else None
+        return (await self._read(owner, [name]))[0] if _IDS[kind].fullmatch(name) else None
 
     async def _read(self, owner: str, names: Sequence[str]) -> list[Json | None]:
         if not names:
@@ -225,10 +228,6 @@ class KeptItems:
 def named_items(items: Sequence[Item]) -> list[Item]:
     """Return items with ids of their own."""
     return [{"id": new_id(_prefix(item)), **known_fields(item)} for item in items]
-
-
-def _is_id(kind: str, name: str) -> bool:
-    return re.fullmatch(_KINDS[kind] + r"_[0-9a-f]{48}", name) is not None
 
 
 def _footprint_bytes(found: Sequence[bytes | None]) -> int:

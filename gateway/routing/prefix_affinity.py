@@ -123,8 +123,6 @@ class PrefixIndex:
         )
         """Cached and evicted keys in the last report of each boot."""
         self._pending: dict[tuple[str, str, str], PrefixClaim] = {}
-        self.mispredicted = 0
-        """Responses with far fewer cached tokens than expected."""
 
     def __len__(self) -> int:
         """Return the number of ends with claims."""
@@ -179,7 +177,6 @@ class PrefixIndex:
         cached = usage.cached_tokens
         if expected.kept and (not cached or _is_far_less(cached, expected.tokens)):
             # It keeps less than it reads, so it will not keep this prompt either.
-            self.mispredicted += 1
             kept_bytes = cached * _BYTES_PER_TOKEN
             self._withdraw([end for end in prefix.ends if end.size_bytes > kept_bytes], boot)
             return EVICTED

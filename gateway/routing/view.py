@@ -141,11 +141,6 @@ class WorkerView:
             lane.prefill_until_s = prefill_until_s
             lane.answered_at_s = answered_at_s
 
-    def lanes_of(self, model: str) -> tuple[LaneView, ...]:
-        """Return the lanes for one of the models."""
-        wanted = self.by_model.get(model, _ALIKE)
-        return tuple([lane for lane in self.lanes if lane.model == wanted])
-
 
 class CachedPrefix(NamedTuple):
     """The longest beginning of a request's prompt that a worker has cached, as far as is known."""
@@ -193,8 +188,10 @@ class FleetView:
         grouped: defaultdict[LaneKey, list[LaneView]] = defaultdict(list)
         for worker in by_id.values():
             for model in worker.models:
-                for lane in worker.lanes_of(model):
-                    grouped[model, lane.report.name].append(lane)
+                view = worker.by_model.get(model, _ALIKE)
+                for lane in worker.lanes:
+                    if lane.model == view:
+                        grouped[model, lane.report.name].append(lane)
         lanes = {
             key: LaneGroup(tuple(group), {one.worker_id: at for at, one in enumerate(group)})
             for key, group in grouped.items()

@@ -287,22 +287,14 @@ class SharedExpiringRecords:
         text = await asyncio.to_thread(self._seal, data, key)
         before = "" if replaces is None else await asyncio.to_thread(self._seal, replaces, key)
         arguments: list[str | int] = [text, _TTL_MS, self._limit_bytes, before]
-
-        async def write() -> int:
-            return int(await self._put(keys=[*_INDEX, key], args=arguments))
-
         for _ in range(_STEPS):
-            if (stored := await self._call(write)) >= 0:
-                return stored == 1
+            if (stored := await self._call(lambda: self._put([*_INDEX, key], arguments))) >= 0:
+                return bool(stored)
         return False
 
     async def delete(self, owner: str, name: str) -> bool:
         """Delete a record; return whether there was one."""
-
-        async def remove() -> bool:
-            return bool(await self._delete(keys=[*_INDEX, _key(owner, name)]))
-
-        return await self._call(remove)
+        return bool(await self._call(lambda: self._delete([*_INDEX, _key(owner, name)])))
 
     async def drop_expired(self) -> None:
         """Do nothing: Redis deletes records at their time."""

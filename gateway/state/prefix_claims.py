@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
 
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.routing.prefix_affinity import MAX_PENDING_CLAIMS, PrefixClaim, PrefixIndex
 from gateway.state.redis import RedisClient
-from gateway.state.shared_stream import SharedStream, StreamEntry
+from gateway.state.shared_stream import SharedStream
 from gateway.state.shares import CLAIMS
 
 _MAX_ENTRIES = 200_000
 """One for each turn."""
-_MORE_PAGES = 4
+_PAGES = 5
 """Of claims that a gateway reads in one exchange if it has just started."""
 _CLAIM = TypeAdapter(PrefixClaim)
 
@@ -36,15 +35,11 @@ class SharedPrefixClaims:
     async def exchange(self) -> None:
         """Send the claims made here since the last exchange, and merge those of other gateways."""
         self._unsent = [*self._unsent, *self._prefixes.take_pending()][-MAX_PENDING_CLAIMS:]
-        entries = await self._stream.exchange([json.dumps(claim) for claim in self._unsent])
-        self._unsent = []
-        self._merge(entries)
-        for _ in range(_MORE_PAGES):
+        for _ in range(_PAGES):
+            entries = await self._stream.exchange([json.dumps(claim) for claim in self._unsent])
+            self._unsent = []
+            for entry in entries:
+                with contextlib.suppress(ValidationError):  # of another version of Paceline
+                    self._prefixes.merge(_CLAIM.validate_json(entry.text), entry.age_s)
             if not self._stream.behind:
                 break
-            self._merge(await self._stream.exchange([]))
-
-    def _merge(self, entries: Iterable[StreamEntry]) -> None:
-        for entry in entries:
-            with contextlib.suppress(ValidationError):  # of another version of Paceline
-                self._prefixes.merge(_CLAIM.validate_json(entry.text), entry.age_s)

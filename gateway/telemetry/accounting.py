@@ -137,7 +137,8 @@ class Accounting:
             request_labels = (labels.pool, labels.reason or NOWHERE, str(labels.status))
             self._totals["requests", *request_labels] += counters.requests
             if counters.lane is not None:
-                _add(counters.lane, counters)
+                counters.lane.requests += counters.requests
+                counters.lane.completion_tokens += counters.completion_tokens
 
 
 class _Labels(NamedTuple):
@@ -214,14 +215,8 @@ def _observe(lane: LaneStats, record: RequestRecord) -> None:
     if record.outcome is Outcome.COMPLETED:
         lane.duration_s.add(record.seconds)
     if record.drafts is not None:
-        lane.drafts += record.drafts.steps
         lane.drafted += record.drafts.drafted
         lane.accepted += record.drafts.accepted
-        for accepted, steps in enumerate(record.drafts.histogram):
-            lane.histogram[accepted] += steps
-        for source, drafted, accepted in record.drafts.by_source:
-            lane.drafted_by_source[source] += drafted
-            lane.accepted_by_source[source] += accepted
 
 
 def _count_answer(told: Counter[str], record: RequestRecord) -> None:
@@ -236,22 +231,6 @@ def _count_answer(told: Counter[str], record: RequestRecord) -> None:
         told[engine_counts.ACCEPTED] += record.drafts.accepted
         for accepted, steps in enumerate(record.drafts.histogram):
             told[engine_counts.accepted_name(accepted)] += steps
-
-
-def _add(lane: LaneStats, counters: _Counters) -> None:
-    """Add flushed counters to the statistics of their lane."""
-    labels = counters.labels
-    lane.requests += counters.requests
-    if labels.outcome is Outcome.FAILED:
-        lane.failures += counters.requests
-    lane.prompt_tokens += counters.prompt_tokens
-    lane.completion_tokens += counters.completion_tokens
-    lane.cached_tokens += counters.cached_tokens
-    lane.reasons[labels.reason] += counters.requests
-    for reason in labels.bypass_reasons:
-        lane.bypass[reason] += counters.requests
-    if labels.prefix:
-        lane.prefix[labels.prefix] += counters.requests
 
 
 def _counts(counters: _Counters) -> Counter[CounterKey]:

@@ -11,11 +11,10 @@ eighth; the bounds that Prometheus shows (1, 2.5 and 5) are among them.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add, sub
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 SNAPSHOT_INTERVAL_S = 10.0
@@ -29,7 +28,6 @@ BOUNDS_S = tuple(float(f"{step}e{ten}") for ten in range(-5, 3) for step in _STE
 Buckets = tuple[int, ...]
 EMPTY: Buckets = (0,) * (len(BOUNDS_S) + 1)
 _ROUNDING = 1e-6
-_NO_COUNTS: Mapping[Any, int] = MappingProxyType({})
 
 
 class LogHistogram:
@@ -85,20 +83,9 @@ class LaneTotals(NamedTuple):
     """Counts and latency buckets of one or more lanes: since the start, or within a window."""
 
     requests: int = 0
-    failures: int = 0
-    prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0
-    reasons: Mapping[str, int] = _NO_COUNTS
-    bypass: Mapping[str, int] = _NO_COUNTS
-    prefix: Mapping[str, int] = _NO_COUNTS
-    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
-    histogram: Mapping[int, int] = _NO_COUNTS
-    """Drafts by the number of their tokens that were accepted."""
-    drafted_by_source: Mapping[str, int] = _NO_COUNTS
-    accepted_by_source: Mapping[str, int] = _NO_COUNTS
     first_token_s: Buckets = EMPTY
     token_s: Buckets = EMPTY
     wait_s: Buckets = EMPTY
@@ -121,15 +108,8 @@ class LaneStats:
     """The counters and histograms of one lane."""
 
     def __init__(self) -> None:
-        self.requests = self.failures = 0
-        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self.reasons: Counter[str] = Counter()
-        self.bypass: Counter[str] = Counter()
-        self.prefix: Counter[str] = Counter()
-        self.drafts = self.drafted = self.accepted = 0
-        self.histogram: Counter[int] = Counter()
-        self.drafted_by_source: Counter[str] = Counter()
-        self.accepted_by_source: Counter[str] = Counter()
+        self.requests = self.completion_tokens = 0
+        self.drafted = self.accepted = 0
         self.first_token_s = LogHistogram()
         self.token_s = LogHistogram()
         self.wait_s = LogHistogram()
@@ -185,7 +165,7 @@ class SnapshotHistory:
         self._outcomes = outcomes
         self._clock = clock
         self._snapshots: deque[Snapshot] = deque([Snapshot(clock(), {}, NO_TOTALS, {})])
-        self._outcomes_by_minute = deque([(clock(), _NO_COUNTS)])
+        self._outcomes_by_minute = deque[tuple[float, Mapping[str, int]]]([(clock(), {})])
 
     async def record(self) -> None:
         """Add a snapshot, every `SNAPSHOT_INTERVAL_S`; drop those older than any window."""
@@ -231,15 +211,13 @@ class SnapshotHistory:
         return next(old_enough, self._outcomes_by_minute[0][1])
 
 
-# The three that follow take and return one field of `LaneTotals`: a number, counts by name, or
-# buckets. Empty buckets are one object, so those of quiet lanes are compared and kept for nothing.
+# The three that follow take and return one field of `LaneTotals`: a number or buckets. Empty
+# buckets are one object, so those of quiet lanes are compared and kept for nothing.
 
 
 def _plus(one: Any, other: Any) -> Any:
     if isinstance(one, int):
         return one + other
-    if isinstance(one, Mapping):
-        return Counter(one) + Counter(other)
     if one is EMPTY or other is EMPTY:
         return other if one is EMPTY else one
     return tuple(map(add, one, other))
@@ -248,15 +226,13 @@ def _plus(one: Any, other: Any) -> Any:
 def _minus(now: Any, earlier: Any) -> Any:
     if isinstance(now, int):
         return now - earlier
-    if isinstance(now, Mapping):
-        return {name: more for name, count in now.items() if (more := count - earlier.get(name, 0))}
     if earlier is EMPTY:
         return now
     return EMPTY if now is earlier else tuple(map(sub, now, earlier))
 
 
 def _frozen(value: Any, last: Any) -> Any:
-    if isinstance(value, LogHistogram):
-        counts = tuple(value.counts)
-        return last if counts == last else counts
-    return dict(value) if isinstance(value, Counter) else value
+    if not isinstance(value, LogHistogram):
+        return value
+    counts = tuple(value.counts)
+    return last if counts == last else counts

@@ -98,7 +98,6 @@ def read_profile(
     fields = access(body)
     content = read_content(body, endpoint)
     _check_template_kwargs(body.get("chat_template_kwargs"))
-    _check_reasoning_effort(body.get("reasoning_effort"))
     _check_choices(body)
     stream = fields.flag("stream")
     tools = _read_tools(body)
@@ -320,6 +319,10 @@ def _check_choices(body: Mapping[str, Any]) -> None:
         )
     if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
         raise FieldError("metrics", "'metrics' must be summary or detailed.")
+    if body.get("reasoning_effort") not in (None, *REASONING_EFFORTS):
+        raise FieldError(
+            "reasoning_effort", f"'reasoning_effort' must be one of {REASONING_EFFORTS}."
+        )
 
 
 def _check_template_kwargs(given: Any) -> None:
@@ -337,13 +340,6 @@ def _check_template_kwargs(given: Any) -> None:
     for switch in _SWITCHES:  # a template takes the text "false" for true
         if not isinstance(given.get(switch), bool | None):
             raise FieldError(f"{name}.{switch}", f"'{name}.{switch}' must be true or false.")
-
-
-def _check_reasoning_effort(effort: Any) -> None:
-    if effort is not None and effort not in REASONING_EFFORTS:
-        raise FieldError(
-            "reasoning_effort", f"'reasoning_effort' must be one of {REASONING_EFFORTS}."
-        )
 
 
 def _read_stream_options(body: Mapping[str, Any], stream: bool) -> Fields:

@@ -62,10 +62,11 @@ def test_status_adds_up_to_the_sum_of_the_answers(demo: DemoGateway, openai_clie
         pool_answers = [answer for answer in answers if answer.headers["x-paceline-pool"] == pool]
         increase = growth(before["pools"][pool], after["pools"][pool])
         assert increase["requests"] == len(pool_answers)
-        assert increase["prompt_tokens"] == sum(answer.prompt_tokens for answer in pool_answers)
         assert increase["completion_tokens"] == sum(
             answer.completion_tokens for answer in pool_answers
         )
+    tokens = growth(*(status["models"][demo.model]["tokens"] for status in (before, after)))
+    assert tokens["prompt"] == sum(answer.prompt_tokens for answer in answers)
     assert check_speculation(growth(before["mtp"], after["mtp"])) == sum_speculation(answers)
     assert after["decisions"]["total"] - before["decisions"]["total"] == len(answers)
 

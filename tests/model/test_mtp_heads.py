@@ -22,26 +22,31 @@ from workers.engine.model.mtp_head import HeadUnusable, load_own_head
 
 Array = Any
 """Of NumPy, whose types lose the width of most results."""
-Tensors = dict[str, Array]
 TOKENS = [(7 * at * at + 5 * at) % 1400 + 64 for at in range(20)]
 READ_AT_ONCE = 12
 DRAFT_TOKENS = 3
 BF16, FOUR_BIT = FORMATS[0], FORMATS[1]
 
 
-def rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + epsilon) * weight
-
-
 def sigmoid(x: Array) -> Array:
     return 1 / (1 + np.exp(-x))
 
 
-def swiglu(x: Array, tensors: Tensors, name: str) -> Array:
-    gate = x @ tensors[f"{name}.gate_proj.weight"].T
-    return (gate * sigmoid(gate) * (x @ tensors[f"{name}.up_proj.weight"].T)) @ tensors[
-        f"{name}.down_proj.weight"
-    ].T
+class Tensors(dict[str, Array]):
+    """The tensors of a head, by the names that follow those of its layer."""
+
+    epsilon: float
+
+    def norm(self, x: Array, name: str) -> Array:
+        weight = self[f"{name}.weight"]
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.epsilon) * weight
+
+    def project(self, x: Array, name: str) -> Array:
+        return x @ self[f"{name}.weight"].T
+
+    def swiglu(self, x: Array, name: str) -> Array:
+        gate, up = (self.project(x, f"{name}.{part}_proj") for part in ("gate", "up"))
+        return self.project(gate * sigmoid(gate) * up, f"{name}.down_proj")
 
 
 def rotate(x: Array, base: float, *, interleaved: bool) -> Array:
@@ -72,72 +77,65 @@ def route(x: Array, scores: Array, ranks: Array, tensors: Tensors, config: Any) 
         best = np.argsort(-ranks[at])[: config["num_experts_per_tok"]]
         weights = scores[at, best] / scores[at, best].sum()
         for expert, weight in zip(best, weights, strict=True):
-            output[at] += weight * swiglu(token, tensors, f"mlp.experts.{expert}")
+            output[at] += weight * tensors.swiglu(token, f"mlp.experts.{expert}")
     return output
 
 
 def latent_layer(x: Array, tensors: Tensors, config: Any) -> Array:
     """Compute a layer of GLM-4.7-Flash: latent attention, and experts with a bias to choose."""
-    epsilon, heads = config["rms_norm_eps"], config["num_attention_heads"]
-    nope, latent = config["qk_nope_head_dim"], config["kv_lora_rank"]
-
-    def project(inputs: Array, name: str) -> Array:
-        return inputs @ tensors[f"self_attn.{name}.weight"].T
-
-    inputs = rms_norm(x, tensors["input_layernorm.weight"], epsilon)
-    compressed = rms_norm(
-        project(inputs, "q_a_proj"), tensors["self_attn.q_a_layernorm.weight"], epsilon
+    heads, nope, latent = (
+        config[name] for name in ("num_attention_heads", "qk_nope_head_dim", "kv_lora_rank")
     )
-    queries = project(compressed, "q_b_proj").reshape(len(x), heads, -1)
-    both = project(inputs, "kv_a_proj_with_mqa")
+    project, norm = tensors.project, tensors.norm
+    inputs = norm(x, "input_layernorm")
+    compressed = norm(project(inputs, "self_attn.q_a_proj"), "self_attn.q_a_layernorm")
+    queries = project(compressed, "self_attn.q_b_proj").reshape(len(x), heads, -1)
+    both = project(inputs, "self_attn.kv_a_proj_with_mqa")
     shared = rotate(both[:, None, latent:], config["rope_theta"], interleaved=True)
-    normed = rms_norm(both[:, :latent], tensors["self_attn.kv_a_layernorm.weight"], epsilon)
-    pairs = project(normed, "kv_b_proj").reshape(len(x), heads, -1)
+    normed = norm(both[:, :latent], "self_attn.kv_a_layernorm")
+    pairs = project(normed, "self_attn.kv_b_proj").reshape(len(x), heads, -1)
     keys = np.concatenate([pairs[..., :nope], np.repeat(shared, heads, axis=1)], axis=-1)
     turned = rotate(queries[..., nope:], config["rope_theta"], interleaved=True)
     queries = np.concatenate([queries[..., :nope], turned], axis=-1)
-    scale = queries.shape[-1] ** -0.5
-    x = x + project(attend(queries, keys, pairs[..., nope:], scale), "o_proj")
+    attended = attend(queries, keys, pairs[..., nope:], queries.shape[-1] ** -0.5)
+    x = x + project(attended, "self_attn.o_proj")
 
-    inputs = rms_norm(x, tensors["post_attention_layernorm.weight"], epsilon)
-    scores = sigmoid(inputs @ tensors["mlp.gate.weight"].T)
+    inputs = norm(x, "post_attention_layernorm")
+    scores = sigmoid(project(inputs, "mlp.gate"))
     ranks = scores + tensors["mlp.gate.e_score_correction_bias"]
     routed = route(inputs, scores, ranks, tensors, config) * config["routed_scaling_factor"]
-    return x + routed + swiglu(inputs, tensors, "mlp.shared_experts")
+    return x + routed + tensors.swiglu(inputs, "mlp.shared_experts")
 
 
 def gated_layer(x: Array, tensors: Tensors, config: Any) -> Array:
     """Compute a layer of Qwen3-Next with gated attention, and an expert that each token has."""
-    epsilon, heads = config["rms_norm_eps"], config["num_attention_heads"]
-    turned = int(config["head_dim"] * config["partial_rotary_factor"])
+    heads, width = config["num_attention_heads"], config["head_dim"]
+    turned = int(width * config["partial_rotary_factor"])
     copies = heads // config["num_key_value_heads"]
+    project, norm = tensors.project, tensors.norm
 
-    def project(inputs: Array, name: str) -> Array:
-        return inputs @ tensors[f"self_attn.{name}.weight"].T
-
-    def place(vectors: Array, norm: str) -> Array:
-        normed = rms_norm(vectors, tensors[f"self_attn.{norm}.weight"], epsilon)
+    def place(vectors: Array, name: str) -> Array:
+        normed = norm(vectors, f"self_attn.{name}")
         first = rotate(normed[..., :turned], config["rope_theta"], interleaved=False)
         return np.concatenate([first, normed[..., turned:]], axis=-1)
 
-    inputs = rms_norm(x, tensors["input_layernorm.weight"], epsilon)
-    both = project(inputs, "q_proj").reshape(len(x), heads, 2, config["head_dim"])
+    inputs = norm(x, "input_layernorm")
+    both = project(inputs, "self_attn.q_proj").reshape(len(x), heads, 2, width)
     keys, values = (
-        project(inputs, name).reshape(len(x), -1, config["head_dim"])
-        for name in ("k_proj", "v_proj")
+        project(inputs, f"self_attn.{name}_proj").reshape(len(x), -1, width) for name in "kv"
     )
     attended = attend(
         place(both[:, :, 0], "q_norm"),
         np.repeat(place(keys, "k_norm"), copies, axis=1),
         np.repeat(values, copies, axis=1),
-        config["head_dim"] ** -0.5,
+        width**-0.5,
     )
-    x = x + project(attended * sigmoid(both[:, :, 1].reshape(len(x), -1)), "o_proj")
+    x = x + project(attended * sigmoid(both[:, :, 1].reshape(len(x), -1)), "self_attn.o_proj")
 
-    inputs = rms_norm(x, tensors["post_attention_layernorm.weight"], epsilon)
-    scores = np.exp(inputs @ tensors["mlp.gate.weight"].T)
-    gate = sigmoid(inputs @ tensors["mlp.shared_expert_gate.weight"].T)
-    shared = gate * swiglu(inputs, tensors, "mlp.shared_expert")
+    inputs = norm(x, "post_attention_layernorm")
+    scores = np.exp(project(inputs, "mlp.gate"))
+    gate = sigmoid(project(inputs, "mlp.shared_expert_gate"))
+    shared = gate * tensors.swiglu(inputs, "mlp.shared_expert")
     return x + route(inputs, scores, scores, tensors, config) + shared
 
 
@@ -154,7 +152,8 @@ class Reference:
         self._config = json.loads((folder / "config.json").read_text())
         self._names = HEADS[name]
         prefix = self._names.prefix.format(layers=self._config["num_hidden_layers"])
-        self._tensors = {}
+        self._tensors = Tensors()
+        self._tensors.epsilon = self._config["rms_norm_eps"]
         for key, array in mx.load(str(folder / HEAD_FILE)).items():
             short = key.removeprefix(prefix).removeprefix(self._names.layer)
             # Published norms less one are rounded when one is added, as in mlx-vlm and mlx-lm.
@@ -167,16 +166,10 @@ class Reference:
 
     def forward(self, tokens: list[int], hidden: Array) -> Array:
         names, tensors = self._names, self._tensors
-
-        def norm(x: Array, name: str) -> Array:
-            return rms_norm(x, tensors[f"{name}.weight"], self._config["rms_norm_eps"])
-
-        mixed = np.concatenate(
-            [norm(self._embeddings[tokens], names.embedding_norm), norm(hidden, names.hidden_norm)],
-            axis=-1,
-        )
-        state = mixed @ tensors[f"{names.projection}.weight"].T
-        return norm(self._layer(state, tensors, self._config), names.norm)
+        parts = (self._embeddings[tokens], names.embedding_norm), (hidden, names.hidden_norm)
+        mixed = np.concatenate([tensors.norm(*part) for part in parts], axis=-1)
+        state = tensors.project(mixed, names.projection)
+        return tensors.norm(self._layer(state, tensors, self._config), names.norm)
 
     def draft(self, tokens: list[int], hidden: Array) -> list[int]:
         drafts: list[int] = []

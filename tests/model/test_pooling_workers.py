@@ -29,8 +29,8 @@ from tests.support.running_gateway import RunningGateway, status_and_code, wait_
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.served_engine import ServedWorker, running_gateway, served
 from workers.model_source import resolve_model
+from workers.server.engines import RunningEngine
 from workers.server.main import read_settings
-from workers.server.ports import RunningEngine
 from workers.server.start import announce, load_engine
 
 EMBEDDER, RERANKER = "Qwen3-Embedding-tiny", "ms-marco-tiny"

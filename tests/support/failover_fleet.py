@@ -16,7 +16,6 @@ from tests.support.running_gateway import RunningGateway, make_settings
 from tests.support.scripted_engine import serve_app
 from tests.support.scripted_worker import JOIN_TOKEN
 from workers.server.app import create_app
-from workers.server.ports import ServingEngine
 from workers.server.runtime import Worker
 
 CHAT = "/v1/chat/completions"
@@ -111,7 +110,7 @@ class ServedWorker:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: ServingEngine, name: str) -> AsyncIterator[ServedWorker]:
+async def serving(engine: Any, name: str) -> AsyncIterator[ServedWorker]:
     with running_proxy("http://127.0.0.1:1") as proxy:
         worker = Worker(
             worker_id=name,
@@ -171,7 +170,7 @@ class Fleet:
 
 
 @contextlib.asynccontextmanager
-async def running_fleet(engine: ServingEngine, folder: Path) -> AsyncIterator[Fleet]:
+async def running_fleet(engine: Any, folder: Path) -> AsyncIterator[Fleet]:
     async with contextlib.AsyncExitStack() as stack:
         workers = {
             name: await stack.enter_async_context(serving(engine, name)) for name in ("a", "b")

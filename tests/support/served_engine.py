@@ -26,8 +26,8 @@ from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.types import EngineSettings
 from workers.heartbeat import Membership, joined
+from workers.server.engines import RunningEngine
 from workers.server.pictures import PictureMemory
-from workers.server.ports import RunningEngine
 from workers.server.runtime import Worker
 from workers.server.server import serve
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -146,6 +147,7 @@ class Lines:
     path: Path
     """The file that keeps what was measured, by the digest of each file of tests."""
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def load(self, files: Sequence[str]) -> list[str]:
         """Read what was measured before; return the files that are to be measured."""
@@ -163,8 +165,9 @@ class Lines:
         lines = tree.measure(file, sources)
         took_s = time.monotonic() - began_s
         one = {"digest": self.digest(file), "seconds": took_s, "lines": lines}
-        self.measured[file] = one
-        self.path.write_text(json.dumps(self.measured))
+        with self._lock:  # the trees have a thread each
+            self.measured[file] = one
+            self.path.write_text(json.dumps(self.measured))
 
     def digest(self, file: str) -> str:
         """Return a digest of a file of tests."""

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.protocol import Speculation
-from paceline.request.profile import Sampling
 from workers.doctor.report import Equality, Round
 from workers.engine.decode.row import Row
 from workers.engine.engine import Engine
@@ -25,6 +24,7 @@ from workers.engine.types import (
     Delta,
     EngineError,
     Event,
+    Finished,
     Prompt,
 )
 
@@ -43,7 +43,6 @@ _READ_TOKENS = 2048
 _READ_S = 8.0
 _READ_SHARE = 0.125
 """Of the time for all measurements."""
-_GREEDY = Sampling(temperature=0)
 _ENDLESS = 1 << 20
 
 
@@ -91,25 +90,22 @@ class Session:
             raise OutOfTime
 
 
-@dataclass(slots=True)
-class Answer:
-    """The answer to one question."""
+class Answer(NamedTuple):
+    """The answer to one question, and its events so far."""
 
-    row: Row = field(init=False)
-    logprobs: list[float] = field(default_factory=list)
-    error: EngineError | None = None
-
-    def receive(self, event: Event | EngineError) -> None:
-        """Take an event of the row."""
-        if isinstance(event, Delta):
-            self.logprobs += [one.logprob for one in event.logprobs]
-        elif isinstance(event, EngineError):
-            self.error = event
+    row: Row
+    events: list[Event | EngineError]
 
     @property
     def done(self) -> bool:
         """Return whether the answer has ended."""
-        return self.error is not None or self.row.finish_reason is not None
+        return bool(self.events) and isinstance(self.events[-1], Finished | EngineError)
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Return the log-probability of each token."""
+        deltas = (event for event in self.events if isinstance(event, Delta))
+        return [one.logprob for delta in deltas for one in delta.logprobs]
 
 
 def steps_of(engine: Engine) -> int:
@@ -238,8 +234,8 @@ def _answer(
         session.check()
         session.lane.step()
     for answer in answers:
-        if answer.error is not None:
-            raise answer.error
+        if isinstance(answer.events[-1], EngineError):
+            raise answer.events[-1]
     return answers
 
 
@@ -253,21 +249,21 @@ def _ask(
     exact: bool = False,
 ) -> Answer:
     """Add a row to the lane."""
-    answer = Answer()
-    answer.row = greedy_row(
+    events: list[Event | EngineError] = []
+    row = greedy_row(
         session.lane,
         session.engine.prompts,
         prompt,
         draft_tokens=k,
         max_tokens=max_tokens,
-        sink=answer.receive,
+        sink=events.append,
         top_logprobs=0 if exact else None,
         exact=exact,
     )
     if not ends:
-        answer.row.ends = frozenset()
-    session.lane.add(answer.row)
-    return answer
+        row.ends = frozenset()
+    session.lane.add(row)
+    return Answer(row, events)
 
 
 def _longest_draft(engine: Engine) -> int:

@@ -279,8 +279,9 @@ def _machine(machine: Machine) -> Iterator[tuple[str, str]]:
 
 
 def _model(report: Report) -> Iterator[tuple[str, str]]:
-    model = report.model
-    yield "model", f"{model.name} ({model.family}), {_billions(model.parameters)} parameters"
+    model, count = report.model, report.model.parameters
+    size = f"{count / 1e9:.1f} billion" if count >= 10**8 else f"{count / 1e6:.1f} million"
+    yield "model", f"{model.name} ({model.family}), {size} parameters"
     yield "weights", f"{_gb(model.weights_bytes)}, loaded in {model.load_s:.1f} s"
     passes = "rows share passes" if model.shares_passes else "rows decode one by one"
     verify = "one pass verifies a draft" if model.verifies_natively else "verifies token by token"
@@ -330,10 +331,6 @@ def _equality(report: Report) -> Iterator[tuple[str, str]]:
         if found.first_differences:
             text += f"; the others leave at token {', '.join(map(str, found.first_differences))}"
         yield name, text
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.1f} billion" if count >= 10**8 else f"{count / 1e6:.1f} million"
 
 
 def _gb(size_bytes: float) -> str:

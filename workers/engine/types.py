@@ -6,14 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, NamedTuple
 
 from paceline.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
 from paceline.request.constraint import Constraint
 from paceline.request.profile import Bypass, Sampling
+
+if TYPE_CHECKING:  # a worker with wrong settings says so before it is imported
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class LaneName(StrEnum):

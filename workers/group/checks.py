@@ -19,11 +19,6 @@ _MAX_TOP_LOGPROBS = 11
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
-def weights_bytes(folder: Path) -> int:
-    """Return the bytes of the weights in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
 def choose_split(folder: Path, config: dict[str, Any], ranks: int, split: Split | None) -> Split:
     """Return how the ranks divide the model; raise `ModelUnusable` if they cannot.
 

@@ -28,7 +28,7 @@ from workers.engine.model.model_folder import check_folder, forbid_code, refusin
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource, TransferFailed
 from workers.engine.text.long_text import in_turn
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.group.checks import check_facts, choose_split, refuse_unsupported, weights_bytes
+from workers.group.checks import check_facts, choose_split, refuse_unsupported
 from workers.group.hosts import Hosts
 from workers.group.rank import RankMessage, RankRequest
 from workers.group.ranks import RankRefused, Ranks, RanksDied
@@ -126,7 +126,7 @@ class GroupEngine:
             context_tokens=facts.context_tokens,
             vision=False,
             parameters=0,
-            weights_bytes=weights_bytes(folder),
+            weights_bytes=sum(one.stat().st_size for one in folder.glob("*.safetensors")),
             native_verify=False,
             mtp=False,
             looks_up=False,

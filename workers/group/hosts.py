@@ -124,18 +124,14 @@ class Hosts(BaseModel):
                     f"Rank {rank} ({host.ips[0]}) runs on another machine: name it for ssh in the "
                     'field "ssh" of its host.'
                 )
-            if self.backend is Backend.JACCL and not self._has_devices(rank):
+            without = [device is None for device in host.rdma]
+            itself = [peer == rank for peer in range(len(self.hosts))]
+            if self.backend is Backend.JACCL and without != itself:
                 raise InvalidSettings(
                     f"Rank {rank} ({host.ips[0]}) needs an RDMA device to every other rank in the "
                     'field "rdma" of its host, and null to itself. `mlx.distributed_config '
                     "--backend jaccl` writes such a file."
                 )
-
-    def _has_devices(self, rank: int) -> bool:
-        devices = self.hosts[rank].rdma
-        return len(devices) == len(self.hosts) and all(
-            (device is None) == (peer == rank) for peer, device in enumerate(devices)
-        )
 
     def name_of(self, rank: int) -> str:
         """Return a rank for people."""

@@ -28,6 +28,7 @@ from paceline.request.profile import GENERATING, Endpoint
 from workers.engine.text.long_text import in_turn
 from workers.engine.types import EngineError, PoolingCard
 from workers.server import prefix_nodes
+from workers.server.engines import Json
 from workers.server.errors import (
     ModelUnsuited,
     NotAuthorised,
@@ -37,7 +38,6 @@ from workers.server.errors import (
 )
 from workers.server.metrics import exposition
 from workers.server.pooling import PoolingResponse, read_pooling
-from workers.server.ports import Json
 from workers.server.prefix_nodes import PrefixPeers
 from workers.server.request import read_request, request_id_of, token_limit, while_connected
 from workers.server.response import CompletionResponse

@@ -19,7 +19,7 @@ from workers.engine.types import (
     TokenLogprob,
     Usage,
 )
-from workers.server.ports import Json
+from workers.server.engines import Json
 from workers.server.tool_calls import ArgumentsText, ToolCall, ToolCallSplitter
 
 _SOURCES: Mapping[DraftSource | None, str] = {None: "model", DraftSource.HEAD: "draft"}

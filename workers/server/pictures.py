@@ -57,8 +57,8 @@ class PictureMemory:
         pixels_left = PIXELS_LIMIT
         for param, url in sources:
             with _naming(param):
-                # `open` reads the header only.
-                image = Image.open(BytesIO(_content(url)), formats=_FORMATS)
+                content = BytesIO(base64.b64decode(content_of(url), validate=True))
+                image = Image.open(content, formats=_FORMATS)  # reads the header only
                 pixels_left -= image.width * image.height
                 if pixels_left < 0:
                     raise Image.DecompressionBombError
@@ -89,10 +89,6 @@ class PictureMemory:
     def _release(self, pixels: int) -> None:
         with self._lock:
             self._free_pixels += pixels
-
-
-def _content(url: str) -> bytes:
-    return base64.b64decode(content_of(url), validate=True)
 
 
 @contextlib.contextmanager

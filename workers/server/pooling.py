@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from paceline.request.parser import read_profile
 from paceline.request.pooling import (
@@ -23,14 +21,13 @@ from paceline.request.pooling import (
 )
 from paceline.request.profile import Endpoint
 from workers.engine.types import PoolingCard
-from workers.server.errors import BadRequest, ClientLeft, ModelUnsuited, UnknownModel
-from workers.server.request import read_body, request_id_of, while_connected
+from workers.server.errors import BadRequest, ModelUnsuited, UnknownModel
+from workers.server.request import read_body, request_id_of
+from workers.server.response import WorkResponse
 from workers.server.runtime import Worker
 
 if TYPE_CHECKING:  # it imports MLX
     from workers.engine.pooling import PoolingEngine
-
-log = logging.getLogger(__name__)
 
 _DECIMALS = 9
 """As many as a 32-bit float of a vector of length 1 has."""
@@ -62,8 +59,8 @@ async def read_pooling(
     return asked
 
 
-class PoolingResponse(Response):
-    """A response that the model computes while it is sent; a disconnect of the client ends that."""
+class PoolingResponse(WorkResponse):
+    """A response of vectors or scores."""
 
     def __init__(
         self,
@@ -72,26 +69,11 @@ class PoolingResponse(Response):
         request_id: str,
         limit: int | None,
     ) -> None:
-        super().__init__()
-        self._worker = worker
+        super().__init__(worker, request_id)
         self._asked = asked
-        self._request_id = request_id
         self._token_limit = limit
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Compute and send; count as a request in flight until the last byte."""
-        with self._worker.traffic.admit():
-            try:
-                body = await while_connected(receive, self._body())
-            except ClientLeft as gone:
-                # No error response: the server closes the connection.
-                log.info("response.%s request_id=%s", gone.code, self._request_id)
-                return
-            headers = {"x-request-id": self._request_id}
-            response = Response(body, headers=headers, media_type="application/json")
-            await response(scope, receive, send)
-
-    async def _body(self) -> bytes:
+    async def _respond(self, send: Send) -> bytes:  # noqa: ARG002
         asked = self._asked
         numbers, tokens = await self._worker.engine.compute(asked, self._token_limit)
         if isinstance(asked, EmbeddingsRequest):
@@ -102,8 +84,10 @@ class PoolingResponse(Response):
 
 def _embeddings(asked: EmbeddingsRequest, vectors: NDArray[np.float32], tokens: int) -> bytes:
     """Return the body of a response, in OpenAI's format."""
-    if asked.dimensions is not None:
-        vectors = _shorten(vectors, asked.dimensions)
+    if asked.dimensions is not None:  # the beginnings, of length 1 (Matryoshka, arXiv 2205.13147)
+        short = vectors[:, : asked.dimensions]
+        lengths = np.linalg.norm(short, axis=1, keepdims=True)
+        vectors = short / np.maximum(lengths, np.finfo(np.float32).tiny)
     shown: list[Any]
     if asked.base64:
         shown = [base64.b64encode(one.astype("<f4").tobytes()).decode() for one in vectors]
@@ -120,14 +104,6 @@ def _embeddings(asked: EmbeddingsRequest, vectors: NDArray[np.float32], tokens: 
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
     )
-
-
-def _shorten(vectors: NDArray[np.float32], dimensions: int) -> NDArray[np.float32]:
-    """Return the beginnings of vectors with length 1 (Matryoshka, arXiv 2205.13147)."""
-    short = vectors[:, :dimensions]
-    lengths = np.linalg.norm(short, axis=1, keepdims=True)
-    scaled: NDArray[np.float32] = short / np.maximum(lengths, np.finfo(np.float32).tiny)
-    return scaled
 
 
 def _ranking(asked: RerankRequest, scores: list[float], tokens: int) -> dict[str, Any]:

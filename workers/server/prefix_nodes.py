@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
 import re
 import secrets
 from base64 import b64encode
@@ -26,8 +25,7 @@ from pydantic import Base64Bytes, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic_core import to_json
 from safetensors.numpy import load, save
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from paceline.protocol import MAX_SOURCES, SOURCES_HEADER, Count, NodeSource, Record
 from workers.engine.prefix.files import FileName, HostPrefix, Prefetched
@@ -39,11 +37,10 @@ from workers.engine.prefix.transfer import (
     PrefixSource,
     TransferFailed,
 )
-from workers.server.errors import BadRequest, ClientLeft, NotAuthorised, PrefixRefused
-from workers.server.request import read_content, while_connected
+from workers.server.errors import BadRequest, NotAuthorised, PrefixRefused
+from workers.server.request import read_content
+from workers.server.response import WorkResponse
 from workers.server.runtime import Worker
-
-log = logging.getLogger(__name__)
 
 PATH = "/v1/prefix/nodes"
 MAX_QUESTION_BYTES = 16 << 20
@@ -143,26 +140,20 @@ def _parse_question(body: bytes | bytearray, digest: str) -> PrefixQuery:
     return PrefixQuery(**fields)
 
 
-class NodesResponse(Response):
-    """The answer to a question: the offer, then one part after another."""
+class NodesResponse(WorkResponse):
+    """The answer to a question: the offer, then one part after another.
+
+    A draining worker waits for its end.
+    """
 
     def __init__(self, worker: Worker, key: NodeKey, nonce: str, query: PrefixQuery) -> None:
-        super().__init__()
-        self._worker = worker
+        super().__init__(worker, nonce, even_draining=True)
         self._key = key
         self._nonce = nonce
         self._query = query
         self._parts = 0
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer; a draining worker waits for its end."""
-        with self._worker.traffic.admit(even_draining=True):
-            try:
-                await while_connected(receive, self._send(send))
-            except ClientLeft:
-                log.info("prefix_nodes.client_left")
-
-    async def _send(self, send: Send) -> None:
+    async def _respond(self, send: Send) -> None:
         try:
             async with self._worker.engine.open(self._query) as offer:
                 headers = [(b"content-type", b"application/octet-stream")]
@@ -207,7 +198,7 @@ class PrefixPeers:
 
     def __init__(self, token: SecretStr) -> None:
         self.key = NodeKey(token)
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=2 * MAX_TRANSFERS, max_keepalive_connections=0),
             trust_env=False,  # a proxy to the internet cannot reach the local network
@@ -217,7 +208,7 @@ class PrefixPeers:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        await self.client.aclose()
 
     def sources(self, headers: Mapping[str, str]) -> tuple[PrefixSource, ...]:
         """Return the workers that the gateway names in a request."""
@@ -229,13 +220,10 @@ class PrefixPeers:
         except ValidationError as error:
             message = f"The header '{SOURCES_HEADER}' must list workers."
             raise BadRequest(message, param=SOURCES_HEADER) from error
-        return tuple(
-            _Peer(name=one.url, tokens=one.tokens, key=self.key, client=self._client)
-            for one in named
-        )
+        return tuple(_Peer(one.url, one.tokens, self.key, self.client) for one in named)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Peer:
     """Another worker, asked over HTTP."""
 

@@ -53,9 +53,9 @@ from workers.engine.text.long_text import in_turn
 from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.server.answer_progress import GivenStream, read_given
+from workers.server.engines import Json, ServingEngine
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.pictures import PictureMemory
-from workers.server.ports import Json, ServingEngine
 from workers.server.tool_calls import FORCED_CALLS
 
 LANE_HEADER = "x-paceline-lane"
@@ -407,7 +407,12 @@ def read_messages(
         entry.update({name: message[name] for name in MESSAGE_TEXTS if message.get(name)})
         entry.pop("refusal", None)
         if calls := message.get("tool_calls"):
-            entry["tool_calls"] = _read_tool_calls(calls, f"{where}.tool_calls")
+            param = f"{where}.tool_calls"
+            if not isinstance(calls, list):
+                raise BadRequest("'tool_calls' must be a list.", param=param)
+            entry["tool_calls"] = [
+                _read_tool_call(call, f"{param}[{at}]") for at, call in enumerate(calls)
+            ]
         rendered.append(entry)
     return rendered, images
 
@@ -436,12 +441,6 @@ def _read_image(part: Mapping[str, Json], where: str) -> tuple[str, str]:
         )
     name, source = source_of(part)
     return f"{where}.{name}", source or ""
-
-
-def _read_tool_calls(calls: Json, where: str) -> list[dict[str, Json]]:
-    if not isinstance(calls, list):
-        raise BadRequest("'tool_calls' must be a list.", param=where)
-    return [_read_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
 
 
 def _read_tool_call(call: Json, where: str) -> dict[str, Json]:

@@ -8,8 +8,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
+from typing import Any
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.protocol import RUNNING_USAGE_TOKENS
@@ -17,6 +18,7 @@ from paceline.request.profile import Endpoint
 from workers.engine import types
 from workers.engine.prefix.transfer import PrefixSource
 from workers.server.answer_progress import AnswerProgress
+from workers.server.engines import Json
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import (
     ChatChoice,
@@ -25,7 +27,6 @@ from workers.server.openai_format import (
     render_usage,
     split_entry,
 )
-from workers.server.ports import Json
 from workers.server.request import CompletionRequest, while_connected
 from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter
@@ -54,8 +55,38 @@ _KEEPALIVE = b": keepalive\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-class CompletionResponse(Response):
-    """A response that generates while it is sent; a disconnect of the client cancels it.
+class WorkResponse(Response):
+    """A response that is computed while it is sent; a disconnect of the client cancels that."""
+
+    def __init__(
+        self, worker: Worker[Any], request_id: str, *, even_draining: bool = False
+    ) -> None:
+        super().__init__()
+        self._worker = worker
+        self._request_id = request_id
+        self._even_draining = even_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Compute and send; count as a request in flight until the last byte."""
+        with self._worker.traffic.admit(even_draining=self._even_draining):
+            try:
+                body = await while_connected(receive, self._respond(send))
+            except ClientLeft as gone:
+                # No error response: the server closes the connection.
+                log.info("response.%s request_id=%s", gone.code, self._request_id)
+                return
+            if body is not None:
+                headers = {"x-request-id": self._request_id}
+                whole = Response(body, headers=headers, media_type="application/json")
+                await whole(scope, receive, send)
+
+    async def _respond(self, send: Send) -> bytes | None:
+        """Return the JSON of the response; None if it has been sent."""
+        raise NotImplementedError
+
+
+class CompletionResponse(WorkResponse):
+    """A response that generates while it is sent.
 
     An error before the head is raised, and gets a status of its own; a later one ends the stream
     with an error event and without `[DONE]`.
@@ -64,8 +95,7 @@ class CompletionResponse(Response):
     def __init__(
         self, worker: Worker, request: CompletionRequest, prefix_sources: Sequence[PrefixSource]
     ) -> None:
-        super().__init__()
-        self._worker = worker
+        super().__init__(worker, request.request_id)
         self._request = request
         generate = partial(worker.engine.generate, prefix_sources=prefix_sources)
         self._events = partial(events_of, generate, request.generations)
@@ -81,21 +111,14 @@ class CompletionResponse(Response):
         self._held: dict[int, list[Json]] = {}
         """Entries of choices that belong to the next ones."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send; count as a request in flight until the last byte."""
-        with self._worker.traffic.admit():
-            try:
-                if self._request.profile.stream:
-                    await while_connected(receive, self._stream(send))
-                else:
-                    body = await while_connected(receive, self._complete())
-                    headers = {"x-request-id": self._request.request_id}
-                    await JSONResponse(body, headers=headers)(scope, receive, send)
-            except types.InvalidGeneration as error:
-                raise self._name_param(error) from error
-            except ClientLeft as gone:
-                # No error response: the server closes the connection.
-                log.info("response.%s request_id=%s", gone.code, self._request.request_id)
+    async def _respond(self, send: Send) -> bytes | None:
+        try:
+            if not self._request.profile.stream:
+                return _ENCODER.encode(await self._complete()).encode()
+            await self._stream(send)
+        except types.InvalidGeneration as error:
+            raise self._name_param(error) from error
+        return None
 
     async def check(self) -> dict[str, int]:
         """Return the tokens of the prompts; raise as if the request were to be answered."""

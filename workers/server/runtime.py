@@ -18,9 +18,9 @@ from paceline.protocol import (
     StartStage,
     WorkerReport,
 )
+from workers.server.engines import RunningEngine, ServingEngine
 from workers.server.errors import WorkerDraining
 from workers.server.pictures import PictureMemory
-from workers.server.ports import RunningEngine, ServingEngine
 
 
 class Traffic:

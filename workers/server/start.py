@@ -40,8 +40,8 @@ from workers.engine.types import (
 from workers.group.hosts import Hosts
 from workers.heartbeat import Membership, NotAdmitted, advertised_url, joined, wait_for_gateway
 from workers.model_source import ModelSource, resolve_model
+from workers.server.engines import RunningEngine
 from workers.server.pictures import PictureMemory
-from workers.server.ports import RunningEngine
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.settings import KvBits, WorkerSettings, prefix_cache_on_disk

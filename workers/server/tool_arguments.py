@@ -24,7 +24,7 @@ from pydantic_core import from_json
 from workers.engine.text.detokenizer import overlap
 from workers.engine.text.json_schema import resolve
 from workers.engine.text.tool_formats import Tags
-from workers.server.ports import Json
+from workers.server.engines import Json
 
 _MAX_REFERENCES: Final = 16
 """Longest chain of `$ref`; a chain as long as the body allows would exhaust the stack."""

@@ -7,6 +7,7 @@ line, outside of code fences, and names a tool of the request.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -19,7 +20,7 @@ import regex
 
 from workers.engine.text.detokenizer import overlap
 from workers.engine.text.tool_formats import Call, ToolFormat
-from workers.server.ports import Json
+from workers.server.engines import Json
 from workers.server.tool_arguments import (
     ArgumentsReader,
     LiteralReader,
@@ -239,8 +240,15 @@ class ToolCallSplitter:
 
     def _name(self, found: regex.Match[str]) -> str | None:
         """Return the function that a pattern found: a tool, also behind the name of its group."""
-        name = _name_of(found)
-        if name is None or name in self._tools:
+        name: str | None = found.groupdict().get("name")
+        if name is None:
+            return None
+        if "\\" in name:
+            with contextlib.suppress(ValueError):
+                name = str(json.loads(f'"{name}"'))
+        else:
+            name = name.strip()
+        if name in self._tools:
             return name
         groups = (name.partition(mark)[2].strip() for mark in ":.")
         return next((tool for tool in groups if tool in self._tools), name)
@@ -343,17 +351,6 @@ class ToolCallSplitter:
 
 FORCED_CALLS: Final = ToolFormat("\0", opened=True, skip=("]", ","))
 """The JSON that a grammar forces for `tool_choice`: `[{"name": "add", "arguments": {...}}]`."""
-
-
-def _name_of(found: regex.Match[str]) -> str | None:
-    """Return the function that a pattern found, if it has a group for it."""
-    name = found.groupdict().get("name")
-    if name is None or "\\" not in name:
-        return None if name is None else name.strip()
-    try:
-        return str(json.loads(f'"{name}"'))
-    except ValueError:
-        return str(name)
 
 
 def _call(name: str, arguments: str) -> ToolCall:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, object_in, object_schema, objects_of
+from gateway.protocols.base import choice_of, object_in, object_schema
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
@@ -29,7 +29,7 @@ from gateway.protocols.openai import InspectionContext
 from gateway.protocols.sealing import Sealer
 from gateway.protocols.translation import TranslatingFormat
 from gateway.routing.select import RoutingRequest
-from gateway.strict_json import encode_json
+from gateway.strict_json import encode_json, objects_of
 from gateway.types import Header, Headers, Inspected, Json, LimitState
 from paceline.request.compatibility import IGNORED, NEUTRAL
 from paceline.request.parser import HONOURED_FIELDS

@@ -8,14 +8,7 @@ from typing import Any
 
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Readable, pdf_of
-from gateway.protocols.history import (
-    Replacements,
-    last_turn,
-    message_of,
-    named,
-    reply_of,
-    texts_of,
-)
+from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
 from gateway.protocols.translation import Chat

@@ -8,6 +8,7 @@ from typing import Any
 from gateway.types import Json
 
 _OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
+_WITH_STATUS = _OUTPUTS | {"message", "function_call", "tool_search_call", "tool_search_output"}
 
 _FIELDS = {
     "message": "role content phase".split(),
@@ -45,16 +46,12 @@ def shown_item(item: Mapping[str, Any], *, encrypted: bool) -> Json:
     """Return an item with all that its type requires; `encrypted`: also the sealed reasoning."""
     shown: Json = dict(item)
     kind = shown["type"]
-    if kind == "message":
+    if kind in _WITH_STATUS:
         shown["status"] = shown.get("status") or "completed"
-        shown["content"] = _shown_parts(shown["content"], by_user=shown["role"] != "assistant")
-    elif kind in _OUTPUTS:
-        shown["status"] = shown.get("status") or "completed"
-        if isinstance(shown["output"], list):
-            shown["output"] = _shown_parts(shown["output"], by_user=True)
-    elif kind in ("function_call", "tool_search_call", "tool_search_output"):
-        shown["status"] = shown.get("status") or "completed"
-    elif kind == "reasoning":
+    field = "output" if kind in _OUTPUTS else "content"
+    if kind == "message" or (kind in _OUTPUTS and isinstance(shown[field], list)):
+        shown[field] = _shown_parts(shown[field], by_user=shown.get("role") != "assistant")
+    if kind == "reasoning":
         shown["summary"] = shown.get("summary") or []
         if not encrypted:
             shown.pop("encrypted_content", None)

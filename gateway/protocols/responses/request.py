@@ -25,7 +25,7 @@ from gateway.protocols.responses.tools import (
 )
 from gateway.protocols.translation import Chat
 from gateway.strict_json import ITEMS_LIMIT, encode_text
-from gateway.types import Json as Json  # noqa: PLC0414 - for those that read items
+from gateway.types import Json
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
 from paceline.request.profile import REASONING_EFFORTS

@@ -265,21 +265,33 @@ _BEGUN = {"status": "in_progress"}
 _SUMMARY = "summary"
 _ITEMS: Mapping[str, _ItemKind] = {
     "message": _ItemKind(
-        *("msg", "content", {**_BEGUN, "role": "assistant", "content": []}),
-        *("output_text", "output_text"),
+        "msg",
+        "content",
+        {**_BEGUN, "role": "assistant", "content": []},
+        texts="output_text",
+        part="output_text",
     ),
-    "reasoning": _ItemKind("rs", "content", {"summary": []}, "reasoning_text", "reasoning_text"),
-    _SUMMARY: _ItemKind("rs", _SUMMARY, {_SUMMARY: []}, "reasoning_summary_text", "summary_text"),
+    "reasoning": _ItemKind(
+        "rs", "content", {"summary": []}, texts="reasoning_text", part="reasoning_text"
+    ),
+    _SUMMARY: _ItemKind(
+        "rs", _SUMMARY, {_SUMMARY: []}, texts="reasoning_summary_text", part="summary_text"
+    ),
     "function_call": _ItemKind(
-        *("fc", "arguments", {**_BEGUN, "arguments": ""}, "function_call_arguments"),
+        "fc",
+        "arguments",
+        {**_BEGUN, "arguments": ""},
+        texts="function_call_arguments",
         read=lambda text: text or "{}",
     ),
     # The text of a custom tool is known once the arguments around it are whole.
     "custom_tool_call": _ItemKind(
-        "ctc", "input", {"input": ""}, "custom_tool_call_input", read=custom_input
+        "ctc", "input", {"input": ""}, texts="custom_tool_call_input", read=custom_input
     ),
     "tool_search_call": _ItemKind(
-        *("tsc", "arguments", {**_BEGUN, "execution": "client", "arguments": {}}),
+        "tsc",
+        "arguments",
+        {**_BEGUN, "execution": "client", "arguments": {}},
         read=_search_arguments,
     ),
 }

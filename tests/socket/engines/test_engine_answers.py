@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from anthropic import Anthropic
 from httpx import Response
 from openai import OpenAI
 
@@ -70,42 +71,34 @@ def events_of(response: Response) -> list[Any]:
 
 def calls_at_each_wire(gateway: RunningGateway, *, streamed: bool) -> Iterator[list[Any]]:
     """Yield the calls of one answer as chat, Messages and Responses have them."""
-    body: dict[str, Any] = {"model": "demo", "stream": streamed}
-    tools = [one["function"] for one in TOOLS]
-    posted = gateway.client.post
-    chat = posted("/v1/chat/completions", json={**body, "messages": QUESTION, "tools": TOOLS})
-    if streamed:
-        calls: dict[int, Any] = {}
-        choices = (choice for chunk in events_of(chat) for choice in chunk["choices"])
-        for one in (call for each in choices for call in each["delta"].get("tool_calls", ())):
-            kept = calls.setdefault(one["index"], {"name": "", "arguments": ""})
+    asked: Any = {"model": "demo", "messages": QUESTION}
+    functions = [one["function"] for one in TOOLS]
+    chat = gateway.chat(tools=TOOLS, stream=streamed)
+    chunks = events_of(chat) if streamed else [chat.json()]
+    choices = [choice for one in chunks for choice in one["choices"]]
+    calls: dict[int, Any] = {}
+    for choice in choices:
+        for place, one in enumerate(
+            choice["delta" if streamed else "message"].get("tool_calls", ())
+        ):
+            kept = calls.setdefault(one.get("index", place), {"name": "", "arguments": ""})
             for name, text in one["function"].items():
                 kept[name] += text
-        assert '"finish_reason":"tool_calls"' in chat.text
-        yield [(one["name"], json.loads(one["arguments"])) for one in calls.values()]
-    else:
-        (choice,) = chat.json()["choices"]
-        assert choice["finish_reason"] == "tool_calls"
-        functions = [one["function"] for one in choice["message"]["tool_calls"]]
-        yield [(one["name"], json.loads(one["arguments"])) for one in functions]
-    given = [{"name": one["name"], "input_schema": one["parameters"]} for one in tools]
-    message = posted(
-        "/v1/messages", json={**body, "messages": QUESTION, "tools": given, "max_tokens": 99}
-    )
-    if streamed:
-        events = events_of(message)
-        blocks = [one["content_block"] for one in events if one["type"] == "content_block_start"]
-        inputs = ["" for _ in blocks]
-        for one in events:
-            if one["type"] == "content_block_delta":
-                inputs[one["index"]] += one["delta"]["partial_json"]
-        assert '"stop_reason":"tool_use"' in message.text
-        yield [(one["name"], json.loads(text)) for one, text in zip(blocks, inputs, strict=True)]
-    else:
-        assert message.json()["stop_reason"] == "tool_use"
-        yield [(one["name"], one["input"]) for one in message.json()["content"]]
-    flat = [{"type": "function", **one} for one in tools]
-    response = posted("/v1/responses", json={**body, "input": "Hi", "tools": flat})
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    yield [(one["name"], json.loads(one["arguments"])) for one in calls.values()]
+    given = [{"name": one["name"], "input_schema": one["parameters"]} for one in functions]
+    with Anthropic(base_url=gateway.url, api_key="none") as client:
+        asked |= {"tools": given, "max_tokens": 99}
+        if streamed:
+            with client.messages.stream(**asked) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+    assert message.stop_reason == "tool_use"
+    yield [(one.name, one.input) for one in message.content if one.type == "tool_use"]
+    body = {"model": "demo", "stream": streamed, "input": "Hi"}
+    body["tools"] = [{"type": "function", **one} for one in functions]
+    response = gateway.client.post("/v1/responses", json=body)
     answered = events_of(response)[-1]["response"] if streamed else response.json()
     yield [(one["name"], json.loads(one["arguments"])) for one in answered["output"]]
 

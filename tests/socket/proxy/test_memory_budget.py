@@ -207,6 +207,11 @@ def test_f26_a_stream_that_collects_more_than_there_is_memory_for_ends_in_an_err
     assert "The gateway is overloaded." in received.rpartition("data: ")[2]
 
 
+def slots_in_use(gateway: RunningGateway) -> int:
+    lanes = gateway.status()["workers"]["fake-a"]["lanes"].values()
+    return sum(lane["in_flight"] for lane in lanes)
+
+
 def test_f26_a_whole_answer_that_nobody_reads_is_held_and_occupies_no_slot(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
@@ -216,8 +221,7 @@ def test_f26_a_whole_answer_that_nobody_reads_is_held_and_occupies_no_slot(
         client.send_chat()
         wait_until(lambda: gateway.memory_held_bytes() > 15_000_000)
         wait_until(lambda: worker.in_flight == 0)
-        lanes = gateway.status()["workers"]["fake-a"]["lanes"].values()
-        wait_until(lambda: not sum(lane["in_flight"] for lane in lanes))
+        wait_until(lambda: not slots_in_use(gateway))
         assert gateway.requests_in_flight() == 1
         assert client.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 OK")
     wait_until(lambda: gateway.memory_held_bytes() == 0)

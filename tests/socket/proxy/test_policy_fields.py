@@ -341,8 +341,6 @@ def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(served: Serv
         {"speculative_decoding": {"num_spec_steps": "many", "num_draft_tokens": -4}},
         {"speculative_decoding": {"num_draft_tokens": 1, "num_accepted_draft_tokens": 2}},
         {"speculative_decoding": {"num_spec_steps": 10**30, "acceptance_histogram": [None, "x"]}},
-        {"speculative_decoding": {"num_draft_tokens": 1}, "draft_sources": [5]},
-        {"speculative_decoding": {}, "draft_sources": {"head": 5, "lookup": {"accepted": 9}}},
     )
     for metrics in invalid:
         served.worker.script.body = json.dumps({**answer, "metrics": metrics}).encode()

@@ -14,7 +14,7 @@ from tests.support.running_gateway import RunningGateway, bearer_headers, chat_b
 from tests.support.scripted_worker import DONE, ScriptedWorker
 
 ROOT = Path(package.__file__).parent
-FILES_LIMIT = 35
+FILES_LIMIT = 37
 
 
 def run_on_loop(gateway: RunningGateway, function: Callable[[], object]) -> None:

@@ -68,7 +68,7 @@ def edited(*path: Any, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_each_change_is_reported_once_with_its_field(new: Any, expected: Any) -> None:
-    assert [difference.to_json() for difference in diff(OLD, new)] == expected
+    assert diff(OLD, new) == expected
 
 
 @given(VALUES, VALUES)
@@ -77,7 +77,7 @@ def test_each_change_is_reported_once_with_its_field(new: Any, expected: Any) ->
 @example([{"a": 1}], [{"a": 1, "b": 2}])
 @example([{"a": 1, "b": 2}], [{"a": 1}])
 def test_only_different_documents_have_differences(old: Any, new: Any) -> None:
-    assert diff(old, old) == ()
+    assert not diff(old, old)
     written = [json.dumps(value, sort_keys=True) for value in (old, new)]
     assert bool(diff(old, new)) == (written[0] != written[1])
 

@@ -98,8 +98,7 @@ def test_a_valid_stream_passes_unchanged_with_openais_end(words: list[str], end:
     assert state.complete
     assert not state.broken
     assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
-    sources = (("head", 1, 1), ("lookup", 1, 0))
-    assert state.drafts == Drafts(1, 2, 1, histogram=(0, 1, 0), by_source=sources)
+    assert state.drafts == Drafts(1, 2, 1, histogram=(0, 1, 0))
 
 
 @pytest.mark.parametrize("lines", [b'{"\n\r\n', b"event: ping\n\n", b"data\n\n", b"id: 4\n\n"])

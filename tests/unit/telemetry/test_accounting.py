@@ -1,4 +1,4 @@
-"""The labels of accounted requests are bounded, whatever names workers report."""
+"""The counts of requests, whose labels are bounded, whatever names workers report."""
 
 import pytest
 
@@ -14,21 +14,23 @@ from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.memory_records import MemoryRecords
 
 
-def record(worker_id: str, model: str, missed_reuse: str = "") -> RequestRecord:
+def record(worker_id: str, model: str) -> RequestRecord:
     return RequestRecord(
         "r",
         profile=RequestProfile(endpoint=Endpoint.CHAT, model=model, text_chars=1),
         candidate=Candidate("vlm", "vlm", worker_id, "policy", 0.0),
         usage=Usage(2, 3, 0),
-        missed_reuse=missed_reuse,
     )
+
+
+def accounting_of() -> Accounting:
+    usage_store = UsageStore(MemoryRecords(), lambda: 0.0, "life")
+    return Accounting(usage_store, RecentErrors(), None, lambda: 0.0)
 
 
 def test_c5_endless_workers_and_models_have_bounded_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounting, "_LANES_LIMIT", 3)
-    accounts = Accounting(
-        UsageStore(MemoryRecords(), lambda: 0.0, "life"), RecentErrors(), None, lambda: 0.0
-    )
+    accounts = accounting_of()
     for number in range(20):
         accounts.account(record(f"mac-{number}", f"model-{number}"))
     accounts.account(record("mac-0", "model-0"))
@@ -41,10 +43,8 @@ def test_c5_endless_workers_and_models_have_bounded_labels(monkeypatch: pytest.M
 
 
 def test_why_turns_were_read_again_is_counted_unless_it_tells_of_other_teams() -> None:
-    accounts = Accounting(
-        UsageStore(MemoryRecords(), lambda: 0.0, "life"), RecentErrors(), None, lambda: 0.0
-    )
+    accounts = accounting_of()
     for reason in (EVICTED, EVICTED, "changed at message 3", ISOLATED, ""):
-        accounts.account(record("studio", "demo", missed_reuse=reason))
+        accounts.account(record("mac", "demo")._replace(missed_reuse=reason))
     counts = {key[1:]: n for key, n in accounts.totals().items() if key[0] == "not_reused"}
     assert counts == {(EVICTED,): 2, ("changed at message 3",): 1}

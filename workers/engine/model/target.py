@@ -163,7 +163,7 @@ class Target:
         features = self.model.get_input_embeddings(token_ids, **arguments).to_dict()
         known = ("inputs_embeds", "position_ids", "rope_deltas", "attention_mask")
         positions, deltas = features.get("position_ids"), features.get("rope_deltas")
-        if self.family.stores_positions:
+        if self.family.keeps_positions:
             positions, deltas = (getattr(self.language, name) for name in _POSITION_ATTRIBUTES)
         features = {name: value for name, value in features.items() if value is not None}
         extras = {name: value for name, value in features.items() if name not in known}

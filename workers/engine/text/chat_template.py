@@ -132,18 +132,16 @@ class ChatTemplate:
                 plain, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
             )
         except Exception as error:  # a template adds, indexes and calls what a client has sent
-            param, fault = "messages", "The model's chat template rejects these messages."
+            param, subject = "messages", "model's chat template"
             if isinstance(error, RecursionError):
-                fault = (
-                    "These messages or tools are nested too deeply for the model's chat template."
-                )
+                fault = f"These messages or tools are nested too deeply for the {subject}."
             else:
                 logger.info("template.rejected", exc_info=error)
+                reason = f": {error}" if isinstance(error, jinja2.TemplateError) else "."
+                fault = f"The {subject} rejects these messages{reason}"
                 if continue_final_message:
                     param = "continue_final_message"
-                    fault = "The model's chat template cannot go on from the last message."
-                elif isinstance(error, jinja2.TemplateError):
-                    fault = f"{fault[:-1]}: {error}"
+                    fault = f"The {subject} cannot go on from the last message."
             raise InvalidGeneration(param, fault) from error
         return str(rendered)
 

@@ -27,8 +27,8 @@ class Family:
     """Returns the scores of hidden states, if a pass returns these; an MTP head reads them."""
     takes_positions: bool = False
     """Whether a pass takes positions, [3, rows, L]; else it finds them in the caches."""
-    stores_positions: bool = False
-    """Whether the model stores the positions of a prompt with pictures; else it returns them."""
+    keeps_positions: bool = False
+    """Whether the model keeps the positions of a prompt with pictures; else it returns them."""
     explicit_positions: bool = False
     """Whether positions alone say where the tokens of a batch stand."""
     compiles: bool = False

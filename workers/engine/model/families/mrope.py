@@ -1,4 +1,4 @@
-"""Families with multimodal rotary positions, which they return with a prompt's pictures or store.
+"""Families with multimodal rotary positions, which they return with a prompt's pictures or keep.
 
 The attention of Qwen3-VL's mixtures cuts a mask to the length of one row, by the cache's offset.
 """
@@ -22,7 +22,7 @@ FAMILIES = (
     (("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Family(takes_positions=True)),
     (("qwen3_vl_moe",), Family(takes_positions=True, adapt=_uncut)),
     (
-        ("glm4v", "glm4v_moe", "glm_ocr", "paddleocr_vl"),
-        Family(takes_positions=True, stores_positions=True),
+        ("glm4v_moe", "glm_ocr", "paddleocr_vl", "glm4v"),
+        Family(takes_positions=True, keeps_positions=True),
     ),
 )
