@@ -239,8 +239,6 @@ class ScheduleRunner:
             draft_tokens_fixed=rng.random() < 0.8,
             text=TextStream(self._prompts.decode),
             looks_up=rng.random() < 0.5,
-            speculation=SpeculationCounter(0),
-            sink=lambda _: None,
         )
         row.speculation = SpeculationCounter(row.draft_tokens)
         stop: tuple[str, ...] = ()

@@ -22,7 +22,7 @@ from paceline.protocol import LaneReport, StartStage
 from workers.engine import types
 from workers.engine.decode.memory_pressure import MemoryReading
 from workers.engine.decode.metrics import LaneCounters
-from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.decode.row import Row
 from workers.engine.model.checkpoint import ModelFacts, limit_context, read_facts
 from workers.engine.model.model_folder import check_folder, forbid_code, refusing
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource, TransferFailed
@@ -265,7 +265,6 @@ class GroupEngine:
             with_head=False,
             text=self.prompts.stream(generation),
             reasoning=self.prompts.reasoning(generation, prompt.tokens),
-            speculation=SpeculationCounter(0),
             sink=events.put_nowait,
         )
         return _Answer(row, events, runs_alone=generation.sampling.seed is not None)

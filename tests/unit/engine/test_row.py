@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from paceline.protocol import DraftSource
 from paceline.request.profile import Sampling
-from workers.engine.decode.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
+from workers.engine.decode.row import DELTA_INTERVAL_S, EventSink, Row
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.reasoning import MarkedReasoning, Reasoning
 from workers.engine.text.tokenizer import PreparedPrompt
@@ -45,7 +45,6 @@ def make_row(sink: EventSink, *, token_sources: bool = False) -> Row:
         ends=frozenset({END}),
         draft_tokens=0,
         text=TextStream(spell),
-        speculation=SpeculationCounter(0),
         sink=sink,
     )
 
