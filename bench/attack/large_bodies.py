@@ -75,7 +75,7 @@ def _long_blocks() -> dict[str, Any]:
     )
 
 
-_SHAPES: Final[Mapping[str, tuple[str, Callable[[], dict[str, Any]]]]] = {
+SHAPES: Final[Mapping[str, tuple[str, Callable[[], dict[str, Any]]]]] = {
     "short messages": (CHAT, lambda: _chat(*[_USER] * 9_999)),
     "too many messages": (CHAT, lambda: _chat(*[_USER] * 90_000)),
     "messages by turns": (CHAT, lambda: _chat(*[_USER, _ANSWER] * 4_999)),
@@ -112,7 +112,7 @@ class LargeBodies(Attack):
 
     async def run(self) -> None:
         while True:
-            for shape, (path, make) in _SHAPES.items():
+            for shape, (path, make) in SHAPES.items():
                 await self.ask(_encoded(make()), path, given=shape)
                 if time.monotonic() > self.deadline_s:
                     return

@@ -1,7 +1,7 @@
 """The neighbour of an attack: another key's small chats at a fixed pace, and all memory beside it.
 
-`python -m bench.attack.neighbour PORT` reads a key from standard input, asks in a process of its
-own, so that it never waits for a turn of the attacker, and prints a line for each answer.
+`python -m bench.attack.neighbour PORT MODEL` reads a key from standard input, asks in a process of
+its own, so that it never waits for a turn of the attacker, and prints a line for each answer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Neighbourhood:
     @contextlib.asynccontextmanager
     async def running(self, port: int, key: str, alone_s: float) -> AsyncIterator[None]:
         """Run the neighbour within the context: alone first, for its 99th percentile then."""
-        command = (sys.executable, "-m", __name__, str(port))
+        command = (sys.executable, "-m", __name__, str(port), MODEL)
         process = await start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         process.stdin.write(f"{key}\n".encode())
@@ -86,7 +86,7 @@ class Neighbourhood:
             await asyncio.sleep(_WARM_UP_S)
             self.waits.clear()
             await asyncio.sleep(alone_s)
-            self.alone_ms = _p99_ms(self.waits)
+            self.alone_ms = p99_ms(self.waits)
             yield
         finally:
             reading.cancel()
@@ -158,7 +158,7 @@ class Neighbourhood:
             waits = self.waits_beside(name)
             longest_s = max((one.waited_s for one in waits), default=0.0)
             memory = [value for part in self._processes for value in effect.memory[part]]
-            figures = (_p99_ms(waits), 1000 * longest_s, *memory)
+            figures = (p99_ms(waits), 1000 * longest_s, *memory)
             after = f"{effect.after_s:.0f}"
             rows.append((name, f"{len(waits):,}", *(f"{one:.1f}" for one in figures), after))
         title = (
@@ -169,21 +169,21 @@ class Neighbourhood:
 
     def targets(self) -> Iterator[Target]:
         for name, effect in self.effects.items():
-            longer_ms = _p99_ms(self.waits_beside(name)) - self.alone_ms
+            longer_ms = p99_ms(self.waits_beside(name)) - self.alone_ms
             yield Target(f"{name}: neighbour's p99 longer than alone, ms", longer_ms, _LONGER_MS)
             for part, memory in effect.memory.items():
                 title = f"{name}: memory of the {part} 60 s after, to that before"
                 yield Target(title, memory.after / memory.before, KEPT_SHARE)
 
 
-def _p99_ms(waits: Sequence[Wait]) -> float:
+def p99_ms(waits: Sequence[Wait]) -> float:
     if len(waits) < 2:
         return 0.0
     return 1000 * quantiles([one.waited_s for one in waits], n=100, method="inclusive")[98]
 
 
-async def _ask_for_ever(port: int, key: str) -> None:
-    raw = encode(json.dumps(chat_body(MODEL, "Hi", max_tokens=2)).encode(), key=key)
+async def _ask_for_ever(port: int, model: str, key: str) -> None:
+    raw = encode(json.dumps(chat_body(model, "Hi", max_tokens=2)).encode(), key=key)
 
     async def ask() -> None:
         sent_s = time.monotonic()
@@ -199,4 +199,4 @@ async def _ask_for_ever(port: int, key: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_ask_for_ever(int(sys.argv[1]), sys.stdin.readline().strip()))
+    asyncio.run(_ask_for_ever(int(sys.argv[1]), sys.argv[2], sys.stdin.readline().strip()))
