@@ -41,7 +41,7 @@ from policies.document import default_policy
 from tests.support.histories import History, faults, random_history, rendered
 from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT
-from workers.engine.text.template_limits import BEFORE, IN_TEXT, TemplateLimits
+from workers.engine.text.template_support import BEFORE, IN_TEXT, TemplateLimits
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import InvalidGeneration, LaneName, ModelCard
 from workers.server.engines import ServingEngine

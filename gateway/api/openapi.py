@@ -24,7 +24,7 @@ from paceline.http import HeadTooLarge, HeadTooSlow, NotHttp
 from paceline.protocol import ApiError
 from paceline.request.profile import GENERATING, Endpoint, Priority
 from paceline.request.schema import request_schema
-from policies.schema import policy_schema
+from policies.json_schema import policy_schema
 
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]

@@ -40,7 +40,7 @@ from gateway.errors import (
 from gateway.http.downstream import header
 from policies.diff import diff, merge_patch
 from policies.document import PolicyInvalid, Problem, default_text, example_texts
-from policies.schema import schema
+from policies.json_schema import schema
 from policies.yaml_io import YamlInvalid, read_yaml, write_yaml
 
 router = admin_router("/admin/v1/policy")

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
-from policies.schema import UntitledSchema, to_text
+from policies.json_schema import UntitledSchema, to_text
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

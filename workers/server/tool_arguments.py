@@ -22,7 +22,7 @@ import regex
 from pydantic_core import from_json
 
 from workers.engine.text.detokenizer import overlap
-from workers.engine.text.json_schema import resolve
+from workers.engine.text.schema_rewrite import resolve
 from workers.engine.text.tool_formats import Tags
 from workers.server.engines import Json
 

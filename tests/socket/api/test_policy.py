@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from policies.document import default_policy, default_text
-from policies.schema import schema
+from policies.json_schema import schema
 from policies.yaml_io import read_yaml
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, chat_body, status_and_code

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 import jinja2
 
 from workers.engine.text.reasoning import effort_variables, template_variables
-from workers.engine.text.template_limits import (
+from workers.engine.text.template_support import (
     ARGUMENT,
     CALL_CHAT,
     TemplateLimits,

@@ -14,7 +14,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 
 from paceline.request.constraint import Constraint, ConstraintKind, text_argument
-from workers.engine.text.json_schema import (
+from workers.engine.text.lark_text import UnsupportedGrammar, before_tag, in_json, spelled
+from workers.engine.text.schema_rewrite import (
     ANNOTATIONS,
     REFERENCES_LIMIT,
     as_held,
@@ -24,7 +25,6 @@ from workers.engine.text.json_schema import (
     resolve,
     ways,
 )
-from workers.engine.text.lark_text import UnsupportedGrammar, before_tag, in_json, spelled
 
 RECORDS, FUNCTION_TAGS = "records", "function_tags"
 """Styles of calls that a grammar can hold to their schemas: JSON with name and arguments, and

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.document import PolicyInvalid, Problem, parse_policy
-from policies.schema import schema
+from policies.json_schema import schema
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,7 +29,7 @@ def fields(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def test_the_published_schema_matches_the_document_and_the_default_policy_names_it() -> None:
     published = (ROOT / "policies" / "schema.json").read_text()
-    assert published == schema(), "python -m policies.schema > policies/schema.json"
+    assert published == schema(), "python -m policies.json_schema > policies/schema.json"
     first = (ROOT / "policies" / "default.yaml").read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=schema.json"
 
