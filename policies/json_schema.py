@@ -1,6 +1,7 @@
 """The JSON Schema of the policy document, for completion in editors.
 
-`python -m policies.json_schema > policies/schema.json` updates the published file; a test compares them.
+`python -m policies.json_schema > policies/schema.json` updates the published file, which a test
+compares.
 """
 
 from __future__ import annotations
