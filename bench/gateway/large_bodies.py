@@ -47,7 +47,8 @@ async def _measure(folder: Path, seconds: float) -> tuple[list[tuple[str, ...]],
     os.sched_setaffinity(0, {1})
     os.setpriority(os.PRIO_PROCESS, 0, _LAST)
     waits: list[Wait] = []
-    rows, judged = [], []
+    rows: list[tuple[str, ...]] = []
+    judged: list[Target] = []
     async with running_backend() as worker_port, running_gateway(OURS, folder, worker_port) as ours:
         neighbour = (sys.executable, "-m", "bench.attack.neighbour", str(ours.port), backend.MODEL)
         chats = await start(*neighbour, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
