@@ -141,13 +141,15 @@ class ProxyHandler:
             log.exception("request.broken request=%s", context.request_id)
             await self._fail(context, writer, errors.GatewayError(), [])
         finally:
-            await wire_format.close()
-            self.load.end()
-            context.hold.release()
-            record = context.record(gateway.clock())
-            gateway.accounting.account(record)
-            if context.trace is not None:
-                context.trace.end(record)
+            try:
+                await wire_format.close()
+            finally:
+                self.load.end()
+                context.hold.release()
+                record = context.record(gateway.clock())
+                gateway.accounting.account(record)
+                if context.trace is not None:
+                    context.trace.end(record)
 
     async def _read_body(
         self, scope: Scope, receive: Receive, context: RequestContext, cancel_scope: CancelScope

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import time
 
+import httpx
 import pytest
 
 from gateway import app
 from gateway.assembly import LOOP_CHECK_S
 from gateway.proxy import load_shedding as overload
 from gateway.proxy.load_shedding import LoopLag, RejectionPacer
+from gateway.responses.exchange import ResponseExchange
 from tests.support.fake_clock import FakeClock
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.raw_client import raw_client, request_bytes
@@ -41,6 +43,25 @@ def test_f27_c16_requests_and_explanations_over_the_limit_are_shed_and_running_o
     assert gateway.client.post("/v1/route/explain", json=chat_body()).status_code == 200
     assert gateway.status()["gateway"]["requests_in_flight"] == 0
     assert gateway.chat().status_code == 200
+
+
+def test_a_request_ends_and_counts_though_what_it_keeps_cannot_be_closed(
+    make_gateway: MakeGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one fault of ours would take a place of the gateway for good."""
+
+    async def close(_: ResponseExchange) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(ResponseExchange, "close", close)
+    gateway = make_gateway(worker, requests_limit=1)
+    for number in (1, 2):
+        body = {"model": "default", "input": "Hi", "store": False}
+        with contextlib.suppress(httpx.ReadError):  # the fault also breaks the connection
+            httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=60)
+        wait_until(lambda: gateway.requests_in_flight() == 0)
+        assert gateway.status()["outcomes"]["completed"] == number
+    assert gateway.metric("memory_held_bytes") == 0
 
 
 def test_c7_a_full_gateway_makes_room_for_the_client_with_the_fewest_requests(

@@ -87,7 +87,7 @@ _TOO_COMPLEX = re.compile(
 
 
 class GrammarCompiler:
-    """The compiled grammars of one model; methods are safe to call from any thread."""
+    """The compiled grammars of one model; all its matchers are made on one event loop."""
 
     def __init__(self, processor: Any, vocabulary: int, ends: frozenset[int]) -> None:
         self._cache: OrderedDict[_Key, _Compiled | Refusal] = OrderedDict()
