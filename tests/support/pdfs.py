@@ -28,10 +28,12 @@ def endless_pdf(text: str = "Hello") -> bytes:
 
 
 def inflated_pdf() -> bytes:
-    """Return a page of a few kilobytes that unpacks to gigabytes."""
+    """Return a page of two megabytes that unpacks to two gigabytes, each a repeated block."""
     packer = zlib.compressobj(9)
-    block = b" " * (1 << 20)
-    packed = b"".join([*(packer.compress(block) for _ in range(2048)), packer.flush()])
+    first, again = (
+        packer.compress(b" " * (1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2)
+    )
+    packed = first + 2047 * again + packer.flush()
     return _pages(packed, filtered=b" /Filter [/FlateDecode]")
 
 
