@@ -93,8 +93,9 @@ class MessagesFormat(TranslatingFormat):
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the message of a whole answer."""
         choice = choice_of(answer)
-        content = [*content_of(object_in(choice, "message"), self._mark)]
-        message = message_of(answer, content) | stop_of(choice)
+        said = object_in(choice, "message")
+        message = message_of(answer, [*content_of(said, self._mark)])
+        message |= stop_of(choice, refused=bool(said.get("refusal")))
         return encode_json(message | self._edits())
 
     def encoder(

@@ -39,7 +39,7 @@ def content_of(message: Mapping[str, Any], sign: Callable[[str], str] | None) ->
     """Yield the blocks of a message; `sign` marks reasoning as ours, None leaves it out."""
     if sign is not None and (reasoning := text_in(message, "reasoning_content")):
         yield {"type": "thinking", "thinking": reasoning, "signature": sign(reasoning)}
-    if text := text_in(message, "content"):
+    if text := text_in(message, "content") + text_in(message, "refusal"):
         yield {"type": "text", "text": text}
     for call in objects_in(message, "tool_calls"):
         function = object_in(call, "function")
@@ -58,9 +58,11 @@ def content_of(message: Mapping[str, Any], sign: Callable[[str], str] | None) ->
         }
 
 
-def stop_of(choice: Mapping[str, Any]) -> Json:
+def stop_of(choice: Mapping[str, Any], *, refused: bool = False) -> Json:
     """Return why an answer ended; a worker names the stop sequence as vLLM does."""
     reason = _STOP_REASONS.get(text_in(choice, "finish_reason"), "end_turn")
+    if refused:
+        reason = "refusal"
     sequence = choice.get("stop_reason")
     if reason == "end_turn" and isinstance(sequence, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
@@ -97,6 +99,7 @@ class MessageEncoder(StreamEncoder):
         self._open = ""
         """The type of the open block."""
         self._reasoning: list[str] = []
+        self._refused = False
         self._stop = stop_of({})
         self._usage: Json = {}
 
@@ -107,7 +110,7 @@ class MessageEncoder(StreamEncoder):
         choice = choice_of(frame)
         written = b"".join(self._write(object_in(choice, "delta")))
         if choice.get("finish_reason"):
-            self._stop = stop_of(choice)
+            self._stop = stop_of(choice, refused=self._refused)
         # The first chunk has the role alone, and the next one the usage of the prompt.
         if self._begun or not (written or frame.get("usage") or choice.get("finish_reason")):
             return written
@@ -127,7 +130,9 @@ class MessageEncoder(StreamEncoder):
             yield from self._continue("thinking", {"thinking": "", "signature": ""})
             self._reasoning.append(reasoning)
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})
-        if text := text_in(delta, "content"):
+        refusal = text_in(delta, "refusal")
+        self._refused |= bool(refusal)
+        if text := text_in(delta, "content") + refusal:
             yield from self._continue("text", {"text": ""})
             yield self._delta({"type": "text_delta", "text": text})
         for call in objects_in(delta, "tool_calls"):
