@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -51,10 +52,11 @@ def _mended(schemas: dict[str, Schema]) -> dict[str, Schema]:
 
 
 @cache
-def _validators() -> Mapping[str, Draft202012Validator]:
+def _validators(*, published: bool = False) -> Mapping[str, Draft202012Validator]:
     """Return the validators by the names of the schemas, those of events by their types."""
     file = distribution("openresponses-py").locate_file(f"openresponses/openapi/{VERSION}.json")
-    components = {"schemas": _mended(json.loads(file.read_text())["components"]["schemas"])}
+    schemas = json.loads(Path(str(file)).read_text())["components"]["schemas"]
+    components = {"schemas": schemas if published else _mended(schemas)}
 
     def validator(name: str) -> Draft202012Validator:
         ref = {"$ref": f"#/components/schemas/{name}"}
@@ -67,6 +69,18 @@ def _validators() -> Mapping[str, Draft202012Validator]:
         if name.endswith("StreamingEvent")
     }
     return {name: validator(name) for name in names} | events
+
+
+def problems_of(value: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Yield what is wrong with a value by a published schema, its errors included."""
+    validator = _validators(published=True).get(name)
+    if validator is None:
+        yield f"no schema of {name}"
+        return
+    for error in validator.iter_errors(value):
+        place = ".".join((name, *map(str, error.instance_path)))
+        told = "fits no schema" if error.message.startswith("{") else error.message[:80]
+        yield f"{place}: {told}"
 
 
 def check_event(event: Mapping[str, Any]) -> None:
@@ -88,20 +102,25 @@ def check_body(body: Mapping[str, Any]) -> None:
         assert body.get("deleted") is True or body["object"] == "response.input_tokens"
 
 
-def check_stream(text: str, first: int = 0) -> list[dict[str, Any]]:
-    """Check a stream that has ended; return its events, each under its name, and numbered."""
+def read_stream(text: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, each under its name, and numbered."""
     found = []
-    *pieces, done, empty = text.split("\n\n")
-    assert (done, empty) == (DONE, "")
-    for piece in pieces:
-        if piece.startswith(":"):
-            continue
-        name, data = piece.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        check_event(found[-1])
+    for piece in text.removesuffix(f"{DONE}\n\n").split("\n\n"):
+        if piece and not piece.startswith(":"):
+            name, data = piece.split("\n")
+            found.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {found[-1]['type']}"
     numbers = [event["sequence_number"] for event in found]
-    assert numbers == list(range(numbers[0], numbers[0] + len(found))) if numbers else True
+    assert numbers == [*range(numbers[0], numbers[0] + len(found))] if found else True
+    return found
+
+
+def check_stream(text: str) -> list[dict[str, Any]]:
+    """Check a stream that has ended; return its events."""
+    assert text.endswith(f"{DONE}\n\n")
+    found = read_stream(text)
+    for event in found:
+        check_event(event)
     return found
 
 

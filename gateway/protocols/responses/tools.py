@@ -31,7 +31,7 @@ _CALLS = {
     _SEARCH: "tool_search_call",
 }
 """The types of the items that call a tool, by its type."""
-_MODES = (None, "auto", "required", "none")
+_MODES = (None, "auto", "required")
 """How a choice of `allowed_tools` is to be made among them; None is auto."""
 _JOINT = "__"
 _TOOLS_LIMIT = 128

@@ -203,3 +203,31 @@ def test_reasoning_of_any_engine_reaches_each_wire(gateway, worker) -> None:
     body = {"model": "demo", "messages": QUESTION, "max_tokens": 2048, "thinking": thinking}
     message = gateway.client.post("/v1/messages", json=body).json()
     assert message["content"][0]["thinking"] == "Hm"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_refusal_of_an_engine_reaches_each_wire(gateway, worker, *, streamed) -> None:
+    said = {"content": None, "refusal": "No."}
+    worker.script = stream(said) if streamed else whole(**said)
+    chat = gateway.chat(stream=streamed)
+    answer = events_of(chat)[0] if streamed else chat.json()
+    assert answer["choices"][0]["delta" if streamed else "message"]["refusal"] == "No."
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
+        asked: Any = {"model": "demo", "input": "Hi"}
+        if streamed:
+            with client.responses.stream(**asked) as events:
+                response = events.get_final_response()
+        else:
+            response = client.responses.create(**asked)
+    shown: Any = response.to_dict()
+    assert shown["status"] == "completed"
+    assert shown["output"][0]["content"] == [{"type": "refusal", "refusal": "No."}]
+    with Anthropic(base_url=gateway.url, api_key="none") as client:
+        asked = {"model": "demo", "messages": QUESTION, "max_tokens": 9}
+        if streamed:
+            with client.messages.stream(**asked) as events:
+                message = events.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+    assert [one.to_dict() for one in message.content] == [{"type": "text", "text": "No."}]
+    assert message.stop_reason == "refusal"
