@@ -111,6 +111,11 @@ class StreamScanner:
         self._searched = 0  # bytes of `_pending` in which no event can end
 
     @property
+    def calls_left_out(self) -> int:
+        """Return how many calls the client does not get."""
+        return self._answer.left_out if self._answer is not None else 0
+
+    @property
     def quiet(self) -> bool:
         """Return whether whole text events may pass unparsed from here on."""
         ready = self._passthrough and self.state.under_way

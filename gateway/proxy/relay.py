@@ -96,6 +96,8 @@ class StreamRelay:
             context.answered = state.complete and not context.wire_format.finishes
             if context.progress is not None:
                 context.progress.finished |= state.finished
+            if count := self.scanner.calls_left_out:
+                log.warning("calls.left_out request=%s count=%d", context.request_id, count)
         return None
 
     @property

@@ -254,7 +254,10 @@ class CompletionResponse(WorkResponse):
         if isinstance(event, types.Delta):
             return writer.add(event)
         self._finished[index] = event
-        return writer.finish(event)
+        entries = writer.finish(event)
+        if isinstance(writer, ChatChoice) and (count := writer.calls_left_out):
+            log.warning("calls.left_out request_id=%s count=%d", self._request.request_id, count)
+        return entries
 
     def _totals(self) -> dict[str, Json]:
         """Return the usage and the metrics; raise if the engine has left a choice unfinished."""
@@ -349,8 +352,7 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
         )
     splitter = None
     if request.tool_format is not None:
-        limit = 1 if request.single_tool_call else None
-        splitter = ToolCallSplitter(request.tool_format, request.tools, limit=limit)
+        splitter = ToolCallSplitter(request.tool_format, request.tools, request.call_rules)
     return ChatChoice(
         index,
         splitter=splitter,
