@@ -23,7 +23,7 @@ from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner
 from gateway.proxy.context import RequestContext
 from gateway.proxy.quarantine import Quarantine
-from gateway.proxy.relay import KeepAlive, StreamRelay
+from gateway.proxy.relay import KeepAlive, StreamRelay, log_calls
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
 from gateway.strict_json import (
     Pieces,
@@ -472,9 +472,7 @@ class Forwarder:
         try:
             if form is not None:
                 form.read_whole(answer)
-                if form.left_out:
-                    fields = (context.request_id, form.left_out)
-                    log.warning("calls.left_out request=%s count=%d", *fields)
+                log_calls(context, form)
             if renamed:
                 answer["model"] = context.checked.asked_model
             if form is not None or renamed:

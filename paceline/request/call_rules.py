@@ -60,18 +60,13 @@ def read_call_rules(body: Mapping[str, Any]) -> CallRules:
 def _allowed_of(choice: Any, names: frozenset[str]) -> tuple[frozenset[str], str]:
     """Return the names of the allowed tools, and the mode of the choice among them."""
     match choice:
-        case {"mode": "auto" | "required" as mode, "tools": [*references]} if names:
-            for index, reference in enumerate(references):
-                if _name_of(reference) not in names:
-                    problem = "An allowed tool must be the name of one of 'tools'."
-                    raise FieldError(f"{_ALLOWED}.tools[{index}]", problem)
-            return frozenset(map(_name_of, references)), mode
+        case {"mode": "auto" | "required" as mode, "tools": [*tools]} if names:
+            for index, tool in enumerate(tools):
+                match tool:
+                    case {"function": {"name": str() as name}} if name in names:
+                        continue
+                problem = "An allowed tool must be the name of one of 'tools'."
+                raise FieldError(f"{_ALLOWED}.tools[{index}]", problem)
+            return frozenset(tool["function"]["name"] for tool in tools), mode
     problem = f"'{_ALLOWED}' must have the mode auto or required, and some of 'tools'."
     raise FieldError(_ALLOWED, problem)
-
-
-def _name_of(reference: Any) -> str:
-    match reference:
-        case {"function": {"name": str() as name}}:
-            return name
-    return ""

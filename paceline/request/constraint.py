@@ -61,6 +61,8 @@ class Constraint(NamedTuple):
     """
     param: str
     """Path of the field that holds it, for errors."""
+    tools: tuple[str, ...] = ()
+    """The names of all tools of the request, of which a path has the index."""
 
 
 def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
@@ -101,7 +103,7 @@ def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
     }
     limit = min(rules.limit or _MAX_CALLS, _MAX_CALLS)
     value = {"limit": limit, "functions": parameters, "grammars": grammars, "style": style}
-    return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools")
+    return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools", _names_of(tools))
 
 
 def call_fields(body: Mapping[str, Any], constraint: Constraint | None) -> tuple[str, ...]:
@@ -168,7 +170,11 @@ def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
         "grammars": _grammars_of(body, tools),
         "strict": [function["name"] for function in tools if function.get("strict") is True],
     }
-    return Constraint(ConstraintKind.CALLS, value, "tools")
+    return Constraint(ConstraintKind.CALLS, value, "tools", _names_of(body["tools"]))
+
+
+def _names_of(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(tool["function"]["name"] for tool in tools)
 
 
 def _grammars_of(body: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> Any:

@@ -90,11 +90,6 @@ class ChatChoice(_Choice):
         self._include_reasoning = include_reasoning
         self._tool_calls: list[ToolCall] = []
 
-    @property
-    def calls_left_out(self) -> int:
-        """Return how many calls the request does not admit."""
-        return self._splitter.left_out if self._splitter else 0
-
     def begin(self) -> Sequence[Json]:
         """Return the role, as OpenAI's first chunk does."""
         return (self._entry("delta", {"role": "assistant", "content": ""}),)

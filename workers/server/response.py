@@ -254,10 +254,7 @@ class CompletionResponse(WorkResponse):
         if isinstance(event, types.Delta):
             return writer.add(event)
         self._finished[index] = event
-        entries = writer.finish(event)
-        if isinstance(writer, ChatChoice) and (count := writer.calls_left_out):
-            log.warning("calls.left_out request_id=%s count=%d", self._request.request_id, count)
-        return entries
+        return writer.finish(event)
 
     def _totals(self) -> dict[str, Json]:
         """Return the usage and the metrics; raise if the engine has left a choice unfinished."""

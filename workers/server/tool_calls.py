@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import secrets
 import string
@@ -28,6 +29,8 @@ from workers.server.tool_arguments import (
     TagReader,
     argument_types,
 )
+
+logger = logging.getLogger(__name__)
 
 ToolCall = dict[str, Json]
 """One call of a function in OpenAI's format, its arguments as JSON text."""
@@ -108,7 +111,7 @@ class ToolCallSplitter:
         """Whether the marker of calls precedes; without one, only known functions are called."""
         self._opening = ""
         """White space and the marker that precede what may be a call."""
-        self._calls = self.left_out = 0
+        self._calls = self._left_out = 0
         """All calls, and those of them that are left out."""
         self._admitted = True
         """Whether the rules admit the latest call."""
@@ -346,12 +349,13 @@ class ToolCallSplitter:
             elif piece and self._admitted:
                 out.append(ArgumentsText(piece))
             return
-        name, earlier = piece["function"]["name"], self._calls - self.left_out - 1
+        name, earlier = piece["function"]["name"], self._calls - self._left_out - 1
         self._admitted = self._rules is None or self._rules.admits(name, earlier)
         if self._admitted:
             out.append(piece)
         else:
-            self.left_out += 1
+            self._left_out += 1
+            logger.info("call.left_out")
 
 
 FORCED_CALLS: Final = ToolFormat("\0", opened=True, skip=("]", ","))

@@ -23,7 +23,7 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat
+from gateway.protocols.translation import Chat, own_name
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
 from paceline.request.call_rules import MAX_TOOL_CALLS
@@ -72,6 +72,7 @@ _BETWEEN_TEXTS = "\n\n"
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tools.function.strict": "tools.strict",
     TOOL_GRAMMARS: "tools.format",
@@ -127,10 +128,7 @@ class ResponsesChat(Chat):
             grammar_field = f"{TOOL_GRAMMARS}.{function}"
             if name == grammar_field or name.startswith(f"{grammar_field}."):
                 return grammar.place + name[len(grammar_field) :]
-        for chat_name, own_name in _CHAT_NAMES.items():
-            if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
-                return own_name
-        return name
+        return "input" if name.startswith("messages[") else own_name(name, _CHAT_NAMES)
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
