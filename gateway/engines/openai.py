@@ -30,7 +30,7 @@ from paceline.protocol import WorkerReport
 # description of a custom tool tells the model its grammar.
 _OURS = frozenset(
     "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars "
-    "truncate max_tokens_per_doc".split()
+    "truncate max_tokens_per_doc max_tool_calls".split()
 )
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.
@@ -140,6 +140,9 @@ class OpenAIEngine(Engine):
             if name not in _OURS and (name not in _NEUTRAL or value != _NEUTRAL[name])
         }
         sent["model"] = self.names.get(fields["model"], fields["model"])
+        match sent.get("tool_choice"):
+            case {"allowed_tools": {"mode": mode}}:  # the gateway leaves other calls out
+                sent["tool_choice"] = mode
         if "stream_options" in sent:
             sent["stream_options"] = {"include_usage": True}
         if salt and self.isolation is Isolation.CACHE_SALT:

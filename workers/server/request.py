@@ -32,6 +32,7 @@ from paceline.protocol import (
     TOKENS_LIMIT_HEADER,
     salted_scope,
 )
+from paceline.request.call_rules import CallRules, read_call_rules
 from paceline.request.constraint import (
     Constraint,
     ConstraintKind,
@@ -82,10 +83,10 @@ class CompletionRequest:
     """The name of the model in the answer."""
     generations: tuple[Generation, ...]
     """One for each choice, prompt by prompt."""
+    call_rules: CallRules
     tool_format: ToolFormat | None = None
     """Format of the calls in the answer; None if calls are none or stay text."""
     tools: tuple[Mapping[str, Json], ...] = ()
-    single_tool_call: bool = False
     echoes: tuple[str, ...] = ()
     """The prompts, if the texts of their choices begin with them."""
     detailed_metrics: bool = False
@@ -139,7 +140,7 @@ async def read_request(
         generations=_one_per_choice(generation, prompts, stream),
         tool_format=calls.read_as,
         tools=tuple(calls.tools or ()),
-        single_tool_call=body.get("parallel_tool_calls") is False,
+        call_rules=read_call_rules(body),
         echoes=echoes,
         detailed_metrics=body.get("metrics") == "detailed",
         reports_progress=generation.report_steps,

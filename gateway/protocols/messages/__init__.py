@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, object_in, object_schema
+from gateway.protocols.base import choice_of, object_schema
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
@@ -93,8 +93,8 @@ class MessagesFormat(TranslatingFormat):
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the message of a whole answer."""
         choice = choice_of(answer)
+        message = message_of(answer, [*content_of(choice, self._mark)])
         said = object_in(choice, "message")
-        message = message_of(answer, [*content_of(said, self._mark)])
         message |= stop_of(choice, refused=bool(said.get("refusal")))
         return encode_json(message | self._edits())
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from gateway.protocols.base import (
+    CUT,
     StreamEncoder,
+    arguments_in,
     choice_of,
     encode_event,
     object_in,
@@ -35,8 +35,12 @@ def message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
     }
 
 
-def content_of(message: Mapping[str, Any], sign: Callable[[str], str] | None) -> Iterator[Json]:
-    """Yield the blocks of a message; `sign` marks reasoning as ours, None leaves it out."""
+def content_of(choice: Mapping[str, Any], sign: Callable[[str], str] | None) -> Iterator[Json]:
+    """Yield the blocks of an answer, without a call that a limit has cut.
+
+    `sign` marks reasoning as ours; None leaves it out.
+    """
+    message, cut = object_in(choice, "message"), choice.get("finish_reason") in CUT
     if sign is not None and (reasoning := text_in(message, "reasoning_content")):
         yield {"type": "thinking", "thinking": reasoning, "signature": sign(reasoning)}
     if text := text_in(message, "content") + text_in(message, "refusal"):
@@ -44,12 +48,11 @@ def content_of(message: Mapping[str, Any], sign: Callable[[str], str] | None) ->
     for call in objects_in(message, "tool_calls"):
         function = object_in(call, "function")
         arguments = text_in(function, "arguments")
-        try:
-            given = from_json(arguments or "{}", allow_inf_nan=False)
-        except ValueError:
-            given = None
-        if not isinstance(given, dict):
-            given = {"arguments": arguments}
+        given = arguments_in(arguments if cut else arguments or "{}")
+        if given is None and cut:
+            continue
+        if given is None:
+            given = {"arguments": arguments}  # the client tells the model what is wrong
         yield {
             "type": "tool_use",
             "id": text_in(call, "id"),
@@ -100,6 +103,8 @@ class MessageEncoder(StreamEncoder):
         """The type of the open block."""
         self._reasoning: list[str] = []
         self._refused = False
+        self._call: Json = {}
+        """A call that has no arguments yet, and none if a limit cuts it; empty: there is none."""
         self._stop = stop_of({})
         self._usage: Json = {}
 
@@ -111,6 +116,8 @@ class MessageEncoder(StreamEncoder):
         written = b"".join(self._write(object_in(choice, "delta")))
         if choice.get("finish_reason"):
             self._stop = stop_of(choice, refused=self._refused)
+        if choice.get("finish_reason") in CUT:
+            self._call = {}
         # The first chunk has the role alone, and the next one the usage of the prompt.
         if self._begun or not (written or frame.get("usage") or choice.get("finish_reason")):
             return written
@@ -139,10 +146,15 @@ class MessageEncoder(StreamEncoder):
             function = object_in(call, "function")
             if name := text_in(function, "name"):
                 yield from self._close()
-                block = {"id": text_in(call, "id"), "name": name, "input": {}}
-                yield from self._continue("tool_use", block)
+                self._call = {"id": text_in(call, "id"), "name": name, "input": {}}
             if arguments := text_in(function, "arguments"):
+                yield from self._begin_call()
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _begin_call(self) -> Iterator[bytes]:
+        call, self._call = self._call, {}
+        if call:
+            yield from self._continue("tool_use", call)
 
     def _continue(self, kind: str, block: Json) -> Iterator[bytes]:
         """Open a block, unless one of this type is open."""
@@ -158,6 +170,7 @@ class MessageEncoder(StreamEncoder):
 
     def _close(self) -> Iterator[bytes]:
         """Close the open block, if there is one."""
+        yield from self._begin_call()
         if not self._open:
             return
         if self._open == "thinking" and self._sign is not None:
