@@ -51,8 +51,6 @@ from policies.document import PolicyInvalid
 
 _VERSIONS = ("v1", "v2")
 _DATA_PATHS = ("/v1/", "/v2/")
-_BASE_PARTS = 4
-"""Of a path before the part that a client adds to its base URL."""
 
 
 class PortApp:
@@ -222,20 +220,19 @@ def _as_gateway_error(request: Request, error: Exception) -> errors.GatewayError
 
 def _as_unserved(request: Request, path: str) -> errors.GatewayError:
     """Return the error for a path without a route; it names the path behind a wrong base URL."""
-    if not request.app.state.proxied:
-        return errors.PathUnknown()
-    versioned = path.startswith(_DATA_PATHS)
-    parts = [part for part in path.split("/") if part]
-    for place, part in enumerate(parts[:_BASE_PARTS]):
+    versioned = request.app.state.proxied and path.startswith(_DATA_PATHS)
+    parts = [part for part in path.split("/") if part and request.app.state.proxied]
+    for place, part in enumerate(parts[:4]):
         bare = part not in _VERSIONS
-        # OpenAI, Anthropic and Cohere have more routes below a version with each release.
+        # The makers have more routes below a version with each release.
         if versioned and (bare or not place):
             continue
         meant = "/".join(("/v1" if bare else "", *parts[place:]))
         routes = [one for one in request.app.routes if isinstance(one, Route)]
         found = [one.path_format for one in routes if one.path_regex.match(meant)]
         if meant in PROXY_PATHS or found:
-            return errors.PathUnknown(*found[:1] or [meant], lacks_version=bare)
+            advice = "add '/v1' to the base URL" if bare else "shorten the base URL"
+            return errors.PathUnknown((*found, meant)[0], advice)
     return errors.EndpointUnserved() if versioned else errors.PathUnknown()
 
 

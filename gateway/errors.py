@@ -203,9 +203,8 @@ class PathUnknown(NotFound, code="path_not_found"):
 
     message = "This path does not exist."
 
-    def __init__(self, meant: str = "", *, lacks_version: bool = False) -> None:
-        advice = "add '/v1' to" if lacks_version else "remove the end of"
-        super().__init__(f"{self.message} {meant} does: {advice} the base URL." if meant else None)
+    def __init__(self, meant: str = "", advice: str = "") -> None:
+        super().__init__(f"{self.message} {meant} does: {advice}." if meant else None)
         self.meant = meant
 
 

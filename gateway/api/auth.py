@@ -40,7 +40,6 @@ _SCHEMES = {
     JOIN_TOKEN: "The token with which workers join.",
 }
 _ANTHROPIC = b"anthropic-"
-"""Begins the names of the headers of Anthropic's clients."""
 _BODY_LIMIT_BYTES = 256 * 1024
 AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"
@@ -157,11 +156,9 @@ CurrentKey = Annotated[ApiKey, Depends(_api_key)]
 
 
 def of_anthropic(scope: Scope) -> bool:
-    """Return whether a client reads Anthropic's shapes."""
-    names = (name for name, _ in scope["headers"])
-    return scope["path"].startswith(MESSAGES_PATH) or any(
-        name.startswith(_ANTHROPIC) for name in names
-    )
+    """Return whether a client reads Anthropic's shapes, by the path or any header of theirs."""
+    told = any(name.startswith(_ANTHROPIC) for name, _ in scope["headers"])
+    return told or scope["path"].startswith(MESSAGES_PATH)
 
 
 def client_format(scope: Scope, sealer: Sealer) -> WireFormat:

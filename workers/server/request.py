@@ -86,6 +86,8 @@ class CompletionRequest:
     """Format of the calls in the answer; None if calls are none or stay text."""
     tools: tuple[Mapping[str, Json], ...] = ()
     single_tool_call: bool = False
+    reasons: bool = False
+    """Whether the model may reason before it answers."""
     echoes: tuple[str, ...] = ()
     """The prompts, if the texts of their choices begin with them."""
     detailed_metrics: bool = False
@@ -140,6 +142,7 @@ async def read_request(
         tool_format=calls.read_as,
         tools=tuple(calls.tools or ()),
         single_tool_call=body.get("parallel_tool_calls") is False,
+        reasons=engine.prompts.reasoning_format is not None,
         echoes=echoes,
         detailed_metrics=body.get("metrics") == "detailed",
         reports_progress=generation.report_steps,

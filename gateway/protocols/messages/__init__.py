@@ -94,14 +94,14 @@ class MessagesFormat(TranslatingFormat):
         """Return the message of a whole answer."""
         choice = choice_of(answer)
         content = [*content_of(object_in(choice, "message"), self._mark)]
-        message = message_of(answer, content) | stop_of(choice)
+        message = message_of(answer, content, self._chat.breakpoint_in) | stop_of(choice)
         return encode_json(message | self._edits())
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
         """Return the encoder of a stream; a comment has the late headers."""
-        return MessageEncoder(self._mark, self._edits())
+        return MessageEncoder(self._mark, self._edits(), self._chat.breakpoint_in)
 
     @property
     def _mark(self) -> Callable[[str], str] | None:

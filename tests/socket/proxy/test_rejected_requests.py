@@ -111,8 +111,8 @@ def test_a_path_behind_a_wrong_base_url_gets_a_404_that_names_the_right_one(gate
         }
     for path, meant in BEHIND_WRONG_BASE_URLS.items():
         error = answers[path].json()["error"]
-        advice = "remove the end of" if "/v" in path else "add '/v1' to"
-        assert error["message"] == f"This path does not exist. {meant} does: {advice} the base URL."
+        advice = "shorten the base URL" if "/v" in path else "add '/v1' to the base URL"
+        assert error["message"] == f"This path does not exist. {meant} does: {advice}."
         if "messages" in path:
             assert (answers[path].status_code, error["type"]) == (404, "not_found_error"), path
         else:
