@@ -199,9 +199,13 @@ class NotFound(RequestRefused, status=404):
 
 
 class PathUnknown(NotFound, code="path_not_found"):
-    """The path does not exist."""
+    """The path does not exist; behind a wrong base URL, it stands for one that does."""
 
     message = "This path does not exist."
+
+    def __init__(self, meant: str = "", advice: str = "") -> None:
+        super().__init__(f"{self.message} {meant} does: {advice}." if meant else None)
+        self.meant = meant
 
 
 class ModelUnknown(NotFound, code="model_not_found"):

@@ -374,6 +374,7 @@ class AnswerReader:
             cached_tokens=_count(cached),
             cached_known=cached is not None,
             written_tokens=_count(details.get("cache_write_tokens")),
+            system_tokens=_count(details.get("system_tokens")),
         )
 
     @staticmethod

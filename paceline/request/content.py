@@ -224,6 +224,8 @@ TOOL_NAME = rf"{_NAME_LETTER}(?:(?:{_NAME_LETTER}| ){{0,126}}?{_NAME_LETTER})?"
 reader can find there. Colons and spaces within it are letters; brackets and quotes are markup."""
 MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 """Optional texts of a message, for the chat template."""
+CONTINUES = ("prefix", "partial")
+"""Marks of a last message that the answer goes on from, as three other makers spell it."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 TEXT_PARTS = {
     "text": "text",
@@ -243,6 +245,8 @@ class Content:
     messages: int = 0
     prompts: int = 1
     text_chars: int = 0
+    continued: str = ""
+    """The place of the first mark by which the answer goes on from a message."""
 
 
 def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
@@ -256,6 +260,7 @@ def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
     found = Content(messages=len(messages))
     for index, message in enumerate(messages):
         _read_message(message, f"messages[{index}]", found)
+        found.continued = found.continued or _mark_of(message, f"messages[{index}]")
     return found
 
 
@@ -325,6 +330,17 @@ def _read_message(message: Any, where: str, found: Content) -> None:
         found.text_chars += len(text)
     if calls := message.get("tool_calls"):
         found.text_chars += json_bytes(calls)
+
+
+def _mark_of(message: Mapping[str, Any], where: str) -> str:
+    """Return the place of the mark by which the answer goes on from a message; empty: none."""
+    for name in CONTINUES:
+        mark = message.get(name)
+        if not isinstance(mark, bool | None):
+            raise FieldError(f"{where}.{name}", f"'{name}' must be true or false.")
+        if mark:
+            return f"{where}.{name}"
+    return ""
 
 
 def _read_part(part: Any, where: str, found: Content) -> None:

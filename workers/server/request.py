@@ -87,6 +87,8 @@ class CompletionRequest:
     tool_format: ToolFormat | None = None
     """Format of the calls in the answer; None if calls are none or stay text."""
     tools: tuple[Mapping[str, Json], ...] = ()
+    reasons: bool = False
+    """Whether the model may reason before it answers."""
     echoes: tuple[str, ...] = ()
     """The prompts, if the texts of their choices begin with them."""
     detailed_metrics: bool = False
@@ -141,6 +143,7 @@ async def read_request(
         tool_format=calls.read_as,
         tools=tuple(calls.tools or ()),
         call_rules=read_call_rules(body),
+        reasons=engine.prompts.reasoning_format is not None,
         echoes=echoes,
         detailed_metrics=body.get("metrics") == "detailed",
         reports_progress=generation.report_steps,

@@ -458,7 +458,7 @@ def _usage_of(frame: Mapping[str, Any]) -> Json | None:
     usage = read_usage(frame)
     if usage is None:
         return None
-    prompt, completion, cached, _, written = usage
+    prompt, completion, cached, _, written, _ = usage
     made = object_in(object_in(frame, "usage"), "completion_tokens_details")
     reasoning = made.get("reasoning_tokens")
     return {
