@@ -1,13 +1,12 @@
 """Coded bodies of requests (RFC 9110, 8.4): gzip, deflate and zstd, decoded in bounded steps.
 
 A few bytes can stand for gigabytes. So a body is decoded as far as its reader asks, who ends at the
-limit of a body. A step that may take long runs in a thread, where the codecs hold up nobody.
+limit of a body. Each step runs in a thread, where the codecs hold up nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 import zlib
 from collections.abc import Callable
@@ -26,8 +25,6 @@ else:
 DECODER_BYTES = 256 * 1024
 """Of a decoder, beside its window, which has a copy of what was decoded last."""
 _STEP_BYTES = 256 * 1024
-_SHORT_BYTES = 16 * 1024
-"""One step of so many takes two milliseconds at most."""
 _THREAD = ThreadPoolExecutor(1, "decode")
 _ZSTD: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}  # 8 MiB, as RFC 9659 says
 _DECODERS: Final[dict[str, Callable[[int], Any]]] = {
@@ -54,6 +51,10 @@ class CodedBody:
     which may have much that decodes to nothing.
     """
 
+    _decoder: Any = None
+    _coded_bytes = 0
+    _part, _full, _more = b"", False, True
+
     def __init__(
         self,
         receive: Receive,
@@ -70,39 +71,32 @@ class CodedBody:
             )
         self._receive, self._coding, self._limit_bytes = receive, coding, limit_bytes
         self._invalid, self._too_large = invalid, too_large
-        self._decoder: Any = None
-        self._coded_bytes = 0
-        self._part, self._pending, self._more = b"", False, True
 
     async def receive(self) -> Message:
         """Return the next message of the decoded body."""
-        short = False
-        if not self._pending:
+        if not (self._part or self._full):
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 return message
             self._part, self._more = message.get("body", b""), message.get("more_body", False)
-            self._pending, short = bool(self._part), len(self._part) <= _SHORT_BYTES
             self._coded_bytes += len(self._part)
             if self._coded_bytes > self._limit_bytes:
                 raise self._too_large(self._limit_bytes)
-        piece = await self._step(short=short) if self._pending else b""
-        more = self._more or self._pending
+        piece = await self._decode() if self._part or self._full else b""
+        more = self._more or self._full or bool(self._part)
         if not more and self._decoder is not None and not self._decoder.eof:
             raise self._invalid(f"The body ends before its {self._coding} data do.")
         return {"type": "http.request", "body": piece, "more_body": more}
 
-    async def _step(self, *, short: bool) -> bytes:
+    async def _decode(self) -> bytes:
         decoder = self._decoder = self._decoder or _DECODERS[self._coding](self._part[0])
         if decoder.eof:
             raise self._invalid(f"The body goes on after its {self._coding} data.")
-        step = functools.partial(decoder.decompress, self._part, _STEP_BYTES)
         try:
-            loop = asyncio.get_running_loop()
-            piece: bytes = step() if short else await loop.run_in_executor(_THREAD, step)
+            run = asyncio.get_running_loop().run_in_executor
+            piece: bytes = await run(_THREAD, decoder.decompress, self._part, _STEP_BYTES)
         except (zlib.error, zstd.ZstdError) as error:
             raise self._invalid(f"The body is not valid {self._coding} data.") from error
         self._part = decoder.unused_data or getattr(decoder, "unconsumed_tail", b"")
-        full = len(piece) == _STEP_BYTES and not decoder.eof
-        self._pending = full or bool(self._part)
+        self._full = len(piece) == _STEP_BYTES and not decoder.eof
         return piece
