@@ -44,6 +44,8 @@ MAX_REPORT_BYTES = 256 * 1024
 """The largest body of a heartbeat, and of a worker's response with its report."""
 MAX_COUNT = 2**53
 """The largest number of a report: JSON and Lua hold no larger one exactly."""
+CONTENT_CODINGS = "gzip, deflate, zstd"
+"""Of the bodies of requests, at both."""
 TOKENIZE_PATH = "/tokenize"
 """The route of a worker, named as vLLM's, that counts the tokens of a chat's prompt."""
 SCOPE_HEADER = "x-paceline-prefix-scope"

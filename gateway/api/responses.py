@@ -272,7 +272,7 @@ async def add_items(
 ) -> ItemList:
     """Add items to a conversation."""
     _check_names(fields, "items")
-    items = named_items(_new_items(fields.get("items")))
+    items = named_items(conversation_id, _new_items(fields.get("items")))
     await kept.add_items(owner, conversation_id, items)
     include = [_ENCRYPTED] if encrypted else []
     return _page(items, PageRequest(limit=100, order="asc", include=include))

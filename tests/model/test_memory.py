@@ -229,7 +229,6 @@ def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, ask, checkpo
     ("rounds", "kinds"), [(3, 2), pytest.param(5, 10, marks=pytest.mark.proof)]
 )
 def test_memory_does_not_grow_over_mixed_requests(make_lane, submit, rounds, kinds) -> None:
-    """`bench.engine.endurance` sends thousands of requests to a worker process."""
     prefix_cache = PrefixCache((1 << 20) * kinds // 10)
     lane = make_lane(prefix_cache=prefix_cache)
     number = itertools.count()

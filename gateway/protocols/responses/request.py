@@ -23,9 +23,10 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat
+from gateway.protocols.translation import Chat, own_name
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
+from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
 from paceline.request.profile import REASONING_EFFORTS
@@ -35,15 +36,14 @@ Item = Mapping[str, Any]
 _SAME_FIELDS = ("model", "temperature", "top_p", "stream", CACHE_SALT)
 _IGNORED_FIELDS = frozenset(
     "user safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
-    "service_tier client_metadata stream_options context_management image access_programs "
-    "max_tool_calls".split()
+    "service_tier client_metadata stream_options context_management image access_programs".split()
 )
-"""They choose among OpenAI's services, or limit tools that run on its servers."""
+"""They choose among OpenAI's services."""
 _REFUSED_FIELDS = frozenset(("prompt", "moderation"))
 FIELDS = _IGNORED_FIELDS.union(
     _SAME_FIELDS,
     _REFUSED_FIELDS,
-    "background conversation include input instructions max_output_tokens metadata "
+    "background conversation include input instructions max_output_tokens max_tool_calls metadata "
     "parallel_tool_calls previous_response_id reasoning store text tool_choice tools "
     "top_logprobs truncation".split(),
 )
@@ -74,6 +74,7 @@ _BETWEEN_TEXTS = "\n\n"
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tools.function.strict": "tools.strict",
     TOOL_GRAMMARS: "tools.format",
@@ -129,10 +130,7 @@ class ResponsesChat(Chat):
             grammar_field = f"{TOOL_GRAMMARS}.{function}"
             if name == grammar_field or name.startswith(f"{grammar_field}."):
                 return grammar.place + name[len(grammar_field) :]
-        for chat_name, own_name in _CHAT_NAMES.items():
-            if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
-                return own_name
-        return name
+        return "input" if name.startswith("messages[") else own_name(name, _CHAT_NAMES)
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
@@ -235,7 +233,7 @@ def to_chat(
     return ResponsesChat(
         chat,
         messages.places,
-        [tool.place for tool in tools.allowed.values()],
+        [tool.place for tool in tools.by_name.values()],
         tools.left_out,
         tuple(messages.replaced),
         {name: tool.grammar for name, tool in tools.by_name.items() if tool.grammar},
@@ -456,20 +454,19 @@ def _text(item: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _tools_of(request: ResponsesRequest) -> Json:
-    allowed, choice = request.tools.allowed, request.tools.choice
-    if not allowed:
+    tools, choice = request.tools.by_name, request.tools.choice
+    if not tools:
         return {}
-    chosen: Json = {"tools": [tool.function for tool in allowed.values()]}
+    chosen: Json = {"tools": [tool.function for tool in tools.values()]}
     if choice is not None:
         chosen["tool_choice"] = choice
-    if grammars := {name: tool.grammar for name, tool in allowed.items() if tool.grammar}:
+    if grammars := {name: tool.grammar for name, tool in tools.items() if tool.grammar}:
         chosen[TOOL_GRAMMARS] = {
             name: {"syntax": grammar.syntax, "definition": grammar.definition}
             for name, grammar in grammars.items()
         }
-    if request.body.get("parallel_tool_calls") is not None:
-        chosen["parallel_tool_calls"] = request.body["parallel_tool_calls"]
-    return chosen
+    limits = {name: request.body.get(name) for name in ("parallel_tool_calls", MAX_TOOL_CALLS)}
+    return chosen | {name: value for name, value in limits.items() if value is not None}
 
 
 def _text_of(text: Mapping[str, Any]) -> Json:

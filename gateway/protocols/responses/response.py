@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from pydantic_core import from_json
-
 from gateway import errors
 from gateway.protocols.base import (
     AnswerMalformed,
     StreamEncoder,
+    arguments_in,
     choice_of,
     encode_event,
     object_in,
@@ -259,6 +258,11 @@ class _ItemKind(NamedTuple):
     """Returns the value of the field."""
 
     @property
+    def is_call(self) -> bool:
+        """Return whether the item calls a tool."""
+        return not self.part
+
+    @property
     def place(self) -> Json:
         """Return the fields of events that name the part."""
         return {f"{self.field}_index": 0} if self.part else {}
@@ -270,10 +274,8 @@ class _ItemKind(NamedTuple):
 
 
 def _search_arguments(text: str) -> Any:
-    try:
-        return from_json(text or "{}")
-    except ValueError:
-        return text  # the client tells the model what is wrong
+    given = arguments_in(text)
+    return text if given is None else given  # the client tells the model what is wrong
 
 
 _BEGUN = {"status": "in_progress"}
@@ -297,7 +299,6 @@ _ITEMS: Mapping[str, _ItemKind] = {
         "arguments",
         {**_BEGUN, "arguments": ""},
         texts="function_call_arguments",
-        read=lambda text: text or "{}",
     ),
     # The text of a custom tool is known once the arguments around it are whole.
     "custom_tool_call": _ItemKind(
@@ -347,7 +348,12 @@ class _OpenItem:
 
     def end(self, status: str) -> Iterator[Event]:
         """Yield the events of the end of the item, which is written into it."""
-        kind, value = self.kind, self.kind.read(self.text)
+        kind = self.kind
+        if kind.is_call and arguments_in(self.text) is not None:
+            status = "completed"  # the limit came behind it
+        elif kind.is_call and status == "completed" and not self._pieces:
+            yield from self.add("{}", ())
+        value = kind.read(self.text)
         if kind.read is custom_input and value:
             yield self._of_text("delta", (), delta=value)
         if kind.texts:
@@ -452,7 +458,7 @@ def _usage_of(frame: Mapping[str, Any]) -> Json | None:
     usage = read_usage(frame)
     if usage is None:
         return None
-    prompt, completion, cached, _, written = usage
+    prompt, completion, cached, _, written, _ = usage
     made = object_in(object_in(frame, "usage"), "completion_tokens_details")
     reasoning = made.get("reasoning_tokens")
     return {

@@ -132,6 +132,35 @@ def test_a_reference_stands_for_the_item_that_is_kept(shared: Served) -> None:
     assert status_and_param(unknown) == (400, "input[0].id")
 
 
+def test_a_reference_stands_for_an_item_of_a_conversation(shared: Served) -> None:
+    """With the conversation or without; of items that a client or a response has added."""
+    client, path = shared.gateway.client, "/v1/conversations"
+    first = said("My name is Ann.")["messages"]
+    name = client.post(path, json={"items": first}).json()["id"]
+    other = client.post(path, json={"items": first}).json()["id"]
+    added = client.post(f"{path}/{name}/items", json={"items": said("Bye.")["messages"]}).json()
+    post(shared.gateway, conversation=name)
+    listed = client.get(f"{path}/{name}/items", params={"order": "asc"}).json()["data"]
+    assert listed[1]["id"] == added["data"][0]["id"]
+    assert len({one["id"] for one in listed}) == 4
+    assert max(len(one["id"]) for one in listed) <= 64, "OpenAI's longest"
+    texts = ["My name is Ann.", "Bye.", "Hi", "one two three"]
+    references = [{"type": "item_reference", "id": one["id"]} for one in listed]
+    for conversation in ({}, {"conversation": other}):
+        answered = post(shared.gateway, input=references, **conversation)
+        assert answered.status_code == 200
+        assert texts_of(shared.worker)[-2:] == [
+            "\n\n".join([*texts[:1] * len(conversation), *texts[:3]]),
+            texts[3],
+        ]
+    for one, text in zip(references, texts, strict=True):
+        assert post(shared.gateway, input=[one], conversation=name).status_code == 200
+        assert texts_of(shared.worker)[-1].endswith(text)
+    client.delete(f"{path}/{name}/items/{listed[0]['id']}")
+    gone = post(shared.gateway, input=references[:1])
+    assert status_and_param(gone) == (400, "input[0].id")
+
+
 def test_a_response_that_is_not_to_be_stored_is_not_kept(shared_gateway: RunningGateway) -> None:
     client = shared_gateway.client
     response = post(shared_gateway, store=False).json()

@@ -367,16 +367,19 @@ def test_the_choice_among_tools(choice: Any, sent: Any) -> None:
     assert response["tool_choice"] == choice
 
 
-def test_strict_tools_are_strict_in_the_chat_and_allowed_ones_the_only_ones() -> None:
+def test_strict_tools_are_strict_in_the_chat_and_only_the_choice_is_restricted() -> None:
     tools = chat(tools=[{**LOOK, "strict": True}, {**LOOK, "name": "see", "strict": None}, PATCH])
     functions = [one["function"] for one in tools["tools"]]
     assert [one.get("strict") for one in functions] == [True, None, None]
     allowed = [{"type": "function", "name": "look"}, {"type": "web_search"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
     sent = chat(tools=[LOOK, PATCH], tool_choice=choice)
-    assert [one["function"]["name"] for one in sent["tools"]] == ["look"]
-    assert "tool_grammars" not in sent
-    assert sent["tool_choice"] == "required"
+    look = {"type": "function", "function": {"name": "look"}}
+    assert [one["function"]["name"] for one in sent["tools"]] == ["look", "patch"]
+    assert sent["tool_choice"]["allowed_tools"] == {"mode": "required", "tools": [look]}
+    hosted = {**choice, "tools": [{"type": "web_search"}]}
+    assert chat(tools=[LOOK], tool_choice=hosted)["tool_choice"] == "none"
+    assert chat(tools=[LOOK], max_tool_calls=3)["max_tool_calls"] == 3
 
 
 def test_form_reasoning_and_logprobs() -> None:
@@ -469,7 +472,7 @@ def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(reason: str, detail:
     assert response["status"] == response["output"][0]["status"] == "incomplete"
     frames = chat_chunk({"content": "I lo"}), chat_chunk({}, finish_reason=reason)
     assert streamed(wire(), *frames)[-1]["type"] == "response.incomplete"
-    for arguments, text in (('{"input": "a\\nb', "a\nb"), ('{"input', '{"input'), ("{x", "{x")):
+    for arguments, text in (('{"input": "a\\nb', "a\nb"), ('{"input', ""), ("", ""), ("{x", "{x")):
         calls = [{"id": "c1", "function": {"name": "patch", "arguments": arguments}}]
         custom_call = whole(wire(tools=[PATCH]), {"tool_calls": calls}, reason)["output"][-1]
         assert custom_call["input"] == text, "what the model wrote of it"

@@ -419,6 +419,7 @@ class LaneScheduler:
 
     def _store_answer(self, row: Row, state: Callable[[], RowState]) -> None:
         """Store what the caches hold of a row whose answer has ended."""
+        row.stored = True
         if not row.skipped_tokens:
             self._store(row, row.context_tokens, state)
             prompt = row.prompt
