@@ -20,6 +20,7 @@ _LAST_EVENTS: Final = {
     RESPONSES: ("response.completed", "response.incomplete", "response.failed"),
 }
 """Names of the events that end a stream, by path."""
+_DONE: Final = b"data: [DONE]\n\n"
 _READ_BYTES: Final = 1 << 16
 _ANSWER_S: Final = 120.0
 
@@ -55,7 +56,7 @@ class Answer:
     def stream_error(self) -> str:
         """Return the code of the error event that ends a stream, or an empty string."""
         events = self.body.rstrip(b"\n").split(b"\n\n") if self.streamed else []
-        for event in events[-2:]:  # the failed response comes behind its error
+        for event in events[-3:]:  # the failed response and the end come behind its error
             name, _, data = event.rpartition(b"data: ")
             if b"event: error" in name or data.startswith(b'{"error":'):
                 try:
@@ -67,13 +68,13 @@ class Answer:
 
     @property
     def done(self) -> bool:
-        return self.body.endswith(b"data: [DONE]\n\n")
+        return self.body.endswith(_DONE)
 
     def ends_as(self, path: str) -> bool:
         """Return whether a stream ends as a complete one of this route."""
         if path not in _LAST_EVENTS:
             return self.done
-        *_, event = self.body.rstrip(b"\n").split(b"\n\n")
+        *_, event = self.body.removesuffix(_DONE).rstrip(b"\n").split(b"\n\n")
         return event.startswith(tuple(f"event: {name}".encode() for name in _LAST_EVENTS[path]))
 
     def problem(self, path: str) -> str:

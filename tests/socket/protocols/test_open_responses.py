@@ -149,9 +149,13 @@ def test_an_engine_that_disobeys_ends_in_an_error_of_the_schemas(served, piece, 
     *_, error, failed = check_stream(received.text)
     flat = {name: error[name] for name in ("code", "message", "param")}
     assert error["error"] == {"type": "server_error", **flat}
-    (message,) = failed["response"]["output"]
-    assert (message["status"], message["content"][0]["text"]) == ("incomplete", "one")
-    assert failed["response"]["status"] == "failed"
+    kept = served.gateway.client.post(PATH, json={**body, "background": True, "stream": False})
+    path = f"{PATH}/{kept.json()['id']}"
+    wait_until(lambda: served.gateway.client.get(path).json()["status"] == "failed")
+    for response in (failed["response"], served.gateway.client.get(path).json()):
+        (message,) = response["output"]
+        assert (message["status"], message["content"][0]["text"]) == ("incomplete", "one")
+        assert response["status"] == "failed"
 
 
 FIELDS: dict[str, tuple[Json, Json]] = {
