@@ -20,12 +20,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from paceline.protocol import DraftSource
-from workers.engine.decode.batch import Batch, OpenStep, size_class
+from workers.engine.decode.batch import Batch, Drafts, OpenStep, size_class
 from workers.engine.decode.draft_head import DraftHead
 from workers.engine.decode.draft_length import RUN_LENGTHS, DraftLength, Plan, Run
 from workers.engine.decode.memory_pressure import is_out_of_memory
@@ -63,13 +62,12 @@ class Outcome:
     error: Exception | None = None
 
 
-class _Drafts(NamedTuple):
-    """What one step of a batch drafts, and what prompt lookup found for it."""
+@dataclass(slots=True)
+class DeviceQueue:
+    """What the device computes of all lanes; it computes steps in the order of their begins."""
 
-    plan: Plan
-    runs: Sequence[Sequence[int]]
-    """For each row the tokens of its run that it drafts; empty for the head, or nothing."""
-    found: Sequence[Found | None]
+    last: OpenStep | None = None
+    """The step that was begun last, until it is read."""
 
 
 class Decoder:
@@ -85,6 +83,7 @@ class Decoder:
         draft_tokens: int,
         clock: Callable[[], float],
         store: Callable[[Row, Callable[[], RowState]], None],
+        device: DeviceQueue,
         graph: StepGraph | None = None,
     ) -> None:
         """Create a decoder; it calls `store` with the state of each row whose answer has ended.
@@ -113,6 +112,7 @@ class Decoder:
         )
         self._reliability = Reliability()
         self._clock = clock
+        self._device = device
         # A family whose caches cannot hold rows of different lengths decodes row by row, and so
         # does a suspect row: both in the family's own caches, which a compiled step cannot take.
         self._shared = target.supports_batching
@@ -219,11 +219,12 @@ class Decoder:
     def step(self, *, ahead: bool = False) -> Iterator[Outcome]:
         """Advance every row by one step, batch by batch.
 
-        With `ahead`, the next step of a batch that is alone begins before this one is read.
+        With `ahead`, the next step of each batch begins before this one is read, or else as soon as
+        its rows have their tokens: while the host reads one batch, the device computes another.
         """
-        batches = [batch for batch in self._batches if batch.rows]
-        for batch in batches:
-            yield self._step(batch, ahead=ahead and len(batches) == 1)
+        for batch in self._batches:
+            if batch.rows:
+                yield self._step(batch, ahead=ahead)
         self._single = [batch for batch in self._single if batch.rows]
 
     def finish_open_steps(self) -> Iterator[Outcome]:
@@ -235,44 +236,100 @@ class Decoder:
     def _step(self, batch: Batch, *, ahead: bool) -> Outcome:
         if batch.has_head and self._head.usable is None:
             return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
-        rows, had_backlog = list(batch.rows), bool(batch.backlog)
-        opened, batch.opened = batch.opened, None
-        if opened is not None:
-            k, representative = opened.k, opened.representative
-        else:
-            k, representative = self._choose_k(batch)
-        begun_s, drafts = self._clock(), _Drafts(Plan(k), [()] * len(rows), [None] * len(rows))
+        last, rows, has_head = self._device.last, list(batch.rows), batch.has_head
+        mixed = last is not None and last is not batch.opened
+        begins = batch.opened is None
+        if begins and mixed:
+            mx.synchronize()  # so that the device computes this step alone, and its cost shows
+        begun_s = self._clock()
+        if begins and (unbegun := self._begin(batch)) is not None:
+            return self._fail(batch, *unbegun)
+        planned = batch.opened.planned if batch.opened is not None else Drafts(Plan(0))
         try:
-            drafts = self._plan(batch, drafts)
-            step, tokens, unopened = self._compute(batch, opened, drafts, ahead=ahead)
+            step, tokens, found, unbegun = self._compute(
+                batch, ahead=ahead and not (begins and mixed), mixed=mixed
+            )
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
-            return self._fail(batch, error, k, drafts.runs if opened is None else ())
-        outcome, fitted = self._append(rows, step, tokens, begun_s)
-        self._observe_lookups(rows, tokens, drafts.found)
-        plan = drafts.plan if opened is None else Plan(k)
-        if opened is None:
-            representative &= not (had_backlog and plan.head_tokens)
-        # Else it also took a part of the next step, or the step before took one of this.
-        representative &= (opened is None) == (batch.opened is None)
-        duration_s = self._clock() - begun_s
-        self._counters.record_decode(sum(map(len, tokens)) / len(rows), duration_s)
-        if batch.has_head or any(row.lookup or row.matcher for row in rows):
-            self._record_cost(step, plan.cost if representative else None, sum(fitted), duration_s)
-        if batch.has_head:
-            self._head.record_success()
-            self._record_skipped(rows, k)
+            return self._fail(batch, error, planned)
+        alone = begins and batch.opened is None
+        self._counters.record_step(ahead=(mixed and not begins) or batch.opened is not None)
+        outcome, appended = self._append(rows, step, tokens, begun_s)
+        elapsed_s = self._clock() - begun_s if alone else 0.0
+        self._observe_lookups(rows, tokens, found)
         for index, row in enumerate(rows):
-            if row in outcome.finished and unopened is None:
-                read = partial(self._state, batch, index, step, tokens[index], fitted[index])
+            if row in outcome.finished and unbegun is None:
+                read = partial(self._state, batch, index, step, tokens[index], appended[index])
                 self._store(row, read)
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
-        if unopened is not None:
-            lost = self._fail(batch, *unopened)
+        if ahead and batch.rows and batch.opened is None and unbegun is None:
+            unbegun = self._begin(batch, mixed=mixed and not begins)
+        if unbegun is not None:
+            lost = self._fail(batch, *unbegun)
             outcome.failed += lost.failed
             outcome.requeued += lost.requeued
             outcome.error = outcome.error or lost.error
+        if not alone:
+            elapsed_s = self._clock() - begun_s
+            alone = last is not None and not (mixed or begins) and batch.opened is not None
+        self._device.last = batch.opened or (last if mixed else None)
+        self._counters.record_decode(sum(map(len, tokens)) / len(rows), elapsed_s)
+        if has_head or any(row.lookup or row.matcher for row in rows):
+            self._record_cost(step, sum(appended), elapsed_s if alone else None)
+        if has_head:
+            self._head.record_success()
         return outcome
+
+    def _begin(
+        self, batch: Batch, unread_tokens: int = 0, *, mixed: bool = False
+    ) -> tuple[Exception, Drafts] | None:
+        """Begin the next step of a batch; if it fails, return the error and what it was to draft.
+
+        A step that begins before the last one is read drafts no runs: what they go on from is not
+        known yet. Nothing begins where no graph computes a family, nor if the device computes
+        steps of others and the cost of this one is to be measured.
+        """
+        if self._graph is None or not batch.shared:
+            return None
+        k, representative = self._choose_k(batch)
+        planned = Drafts(Plan(k))
+        try:
+            if not unread_tokens:
+                planned = self._plan(batch, planned)
+            representative &= not (batch.backlog and planned.plan.head_tokens)
+            if mixed and representative and self._wants_sample(batch, planned.plan):
+                return None
+            planned = planned._replace(representative=representative)
+            batch.opened = begin_step(batch, self._graph, planned, unread_tokens=unread_tokens)
+        except Exception as error:  # noqa: BLE001  # the caller requeues the rows
+            return error, planned
+        if batch.has_head and k == 0 and self._draft_length.best(len(batch.rows)) == 0:
+            for row in batch.rows:
+                row.drafting_skipped = True
+        return None
+
+    def _wants_sample(self, batch: Batch, plan: Plan) -> bool:
+        drafts = batch.has_head or any(row.lookup or row.matcher for row in batch.rows)
+        return drafts and self._draft_length.wants_sample(len(batch.rows), plan)
+
+    def _compute(
+        self, batch: Batch, *, ahead: bool, mixed: bool = False
+    ) -> tuple[OpenStep, Tokens, Sequence[Found | None], tuple[Exception, Drafts] | None]:
+        """Finish and read the open step of a batch, and begin the one after it if it may.
+
+        Returns the step, its tokens, what was looked up for it, whether it was drafted or not, and
+        what `_begin` returns.
+        """
+        step, batch.opened = batch.opened, None
+        if self._graph is None or step is None:
+            return *run_uncompiled_step(batch, self._target), (), None
+        unbegun, seen = None, step.planned
+        if not seen.found:  # the step began before the tokens that a run goes on from were known
+            seen = self._plan(batch, seen)
+        decided = finish_step(batch, self._graph, step)
+        if ahead and not any(seen.runs) and self._may_go_ahead(batch, step.tokens):
+            unbegun = self._begin(batch, step.tokens, mixed=mixed)
+        return step, read_step(batch, step, decided), seen.found, unbegun
 
     def _choose_k(self, batch: Batch) -> tuple[int, bool]:
         """Return the draft length of the next step, and whether its duration is representative.
@@ -287,11 +344,11 @@ class Decoder:
         k = self._draft_length.choose(count, fewest_steps)
         return k, not self._draft_length.is_exploring(count, fewest_steps)
 
-    def _plan(self, batch: Batch, drafts: _Drafts) -> _Drafts:
+    def _plan(self, batch: Batch, planned: Drafts) -> Drafts:
         """Decide what each row drafts: the tokens of the head, or some of its run."""
         rows, limit = batch.rows, self._run_limit
-        if not (limit and batch.shared and any(row.lookup or row.matcher for row in rows)):
-            return drafts
+        if not (limit and any(row.lookup or row.matcher for row in rows)):
+            return planned
         runs: list[Run | None] = []
         found: list[Found | None] = []
         for row in rows:
@@ -307,7 +364,7 @@ class Decoder:
             runs.append(run)
         fixed = [row.draft_tokens_fixed and row.draft_tokens > 0 for row in rows]
         plan = self._draft_length.plan(
-            drafts.plan.head_tokens,
+            planned.plan.head_tokens,
             [None if own else run for own, run in zip(fixed, runs, strict=True)],
         )
         drafted: list[Sequence[int]] = [()] * len(rows)
@@ -316,32 +373,7 @@ class Decoder:
                 drafted[index] = run.tokens[: rows[index].draft_tokens]
             elif run is not None and plan.uses_run[index]:
                 drafted[index] = run.tokens[: plan.run_tokens]
-        return _Drafts(plan, drafted, found)
-
-    def _compute(
-        self, batch: Batch, opened: OpenStep | None, drafts: _Drafts, *, ahead: bool
-    ) -> tuple[OpenStep, Tokens, tuple[Exception, int] | None]:
-        """Begin the next step unless it is open, finish and read it.
-
-        If the step after it was to begin before this one is read, and failed, also return the error
-        and its k.
-        """
-        graph = self._graph
-        if graph is None or not batch.shared:
-            return *run_uncompiled_step(batch, self._target), None
-        if opened is None:
-            opened = begin_step(batch, graph, drafts.plan.head_tokens, drafts.runs)
-        decided, unopened = finish_step(batch, graph, opened), None
-        if ahead and not any(drafts.runs) and self._may_go_ahead(batch, opened.tokens):
-            k, representative = self._choose_k(batch)
-            representative &= not (batch.backlog and k)
-            try:
-                batch.opened = begin_step(
-                    batch, graph, k, representative=representative, unread_tokens=opened.tokens
-                )
-            except Exception as error:  # noqa: BLE001  # this step has its tokens
-                unopened = error, k
-        return opened, read_step(batch, opened, decided), unopened
+        return planned._replace(plan=plan, runs=drafted, found=found)
 
     def _may_go_ahead(self, batch: Batch, unread_tokens: int) -> bool:
         """Return whether the next step can begin before the tokens of this one are read.
@@ -357,15 +389,13 @@ class Decoder:
             for row in batch.rows
         )
 
-    def _fail(
-        self, batch: Batch, error: Exception, k: int, runs: Sequence[Sequence[int]] = ()
-    ) -> Outcome:
+    def _fail(self, batch: Batch, error: Exception, planned: Drafts) -> Outcome:
         """Count the drafts of a step that failed, and requeue the rows of its batch."""
         if batch.has_head:
             self._head.record_error(error)
-        for row, run in zip(batch.rows, runs or [()] * len(batch.rows), strict=True):
-            limit = row.draft_limit(k) if row.uses_head else 0
-            row.speculation.add_errors(draft_sources(len(run) or limit, run))
+        runs = planned.runs or [()] * len(batch.rows)
+        for row, limit, run in zip(batch.rows, planned.limits(batch.rows), runs, strict=True):
+            row.speculation.add_errors(draft_sources(limit, run))
         return self._requeue(batch, error)
 
     def _append(
@@ -425,33 +455,26 @@ class Decoder:
         self, rows: list[Row], tokens: Tokens, found: Sequence[Found | None]
     ) -> None:
         """Compare what was looked up, whether drafted or not, with the tokens that came."""
-        for row, chosen, looked_up in zip(rows, tokens, found, strict=True):
+        for row, chosen, looked_up in zip(rows, tokens, found or [None] * len(rows), strict=True):
             if looked_up is not None and row.lookup is not None:
                 self._reliability.observe(looked_up, chosen, row.lookup.counts)
 
-    def _record_skipped(self, rows: list[Row], k: int) -> None:
-        """Record for each row whether a step drafted nothing since drafts do not pay."""
-        if k == 0 and self._draft_length.best(len(rows)) == 0:
-            for row in rows:
-                row.drafting_skipped = True
+    def _record_cost(self, step: OpenStep, appended: int, duration_s: float | None) -> None:
+        """Record the cost of a step, including that of appending its tokens; None: not measured.
 
-    def _record_cost(
-        self, step: OpenStep, planned: tuple[int, int] | None, appended: int, duration_s: float
-    ) -> None:
-        """Record the cost of a step, including that of appending its tokens.
-
-        `planned` has the tokens that the head drafts and those that are verified; None if the cost
-        is not representative. A step in which rows have draft lengths of their own is no sample
-        either. A drafted step saves the difference to the plain steps that it replaced.
+        A step in which rows have draft lengths of their own is no sample. A drafted step saves the
+        difference to the plain steps that it replaced.
         """
         policy, drafted = self._draft_length, [len(sources) for sources in step.sources]
-        rows = len(drafted)
-        if planned is not None and max(drafted) == planned[1]:
-            policy.observe_cost(rows, planned[1], duration_s, head_tokens=planned[0])
+        rows, cost = len(drafted), step.planned.plan.cost
+        if duration_s is None:
+            duration_s = policy.cost_s(rows, *cost)
+        elif step.planned.representative and max(drafted) == cost[1]:
+            policy.observe_cost(rows, cost[1], duration_s, head_tokens=cost[0])
             by_rows = [policy.best(size) for size in range(1, self._counters.slots + 1)]
             self._counters.set_drafts(by_rows, rows, policy.speedup(rows))
-        plain_s = policy.plain_step_s(rows)
-        if plain_s is not None and any(drafted):
+        plain_s = policy.cost_s(rows, 0, 0)
+        if plain_s is not None and duration_s is not None and any(drafted):
             self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
 
 

@@ -57,6 +57,8 @@ class LaneCounters:
             "requests": 0,
             "prompt_tokens": 0,
             "completion_tokens": 0,
+            "steps": 0,
+            "steps_ahead": 0,
         }
         """By their names in a report."""
 
@@ -122,6 +124,10 @@ class LaneCounters:
         """Record the duration of a step, and the mean number of tokens that each row got."""
         with self._lock:
             self._decode_speed.observe(tokens_per_row, duration_s)
+
+    def record_step(self, *, ahead: bool) -> None:
+        """Count a step; `ahead` if the device computed another one while the host read it."""
+        self.add(steps=1, steps_ahead=int(ahead))
 
     def record_decode_saving(self, seconds: float) -> None:
         """Add the time that a drafted step saved; negative if it cost more than plain steps."""

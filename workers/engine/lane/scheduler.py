@@ -26,7 +26,7 @@ from paceline.drain_rate import DrainRate, QueuePlace
 from paceline.protocol import PrefixCounts, whole_scope
 from paceline.request.profile import Bypass
 from workers.engine import types
-from workers.engine.decode.decoder import Decoder, Outcome, check_device
+from workers.engine.decode.decoder import Decoder, DeviceQueue, Outcome, check_device
 from workers.engine.decode.draft_head import DraftHead
 from workers.engine.decode.memory_pressure import MemoryReading, is_out_of_memory
 from workers.engine.decode.metrics import LaneCounters
@@ -84,6 +84,7 @@ class EngineParts:
     sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL
     graph: StepGraph | None = None
     """None lets each lane compile its own steps."""
+    device: DeviceQueue = field(default_factory=DeviceQueue)
     clock: Callable[[], float] = time.perf_counter
     lanes: list[LaneScheduler] = field(default_factory=list)
 
@@ -118,7 +119,7 @@ class LaneScheduler:
         self._decoder = Decoder(
             checkpoint, parts.prompts, self._head, self.counters,
             draft_tokens=draft_tokens, clock=parts.clock,
-            store=self._store_answer, graph=parts.graph,
+            store=self._store_answer, device=parts.device, graph=parts.graph,
         )  # fmt: skip
         self.looks_up = self._decoder.looks_up
         """Whether rows draft by prompt lookup."""
@@ -204,7 +205,7 @@ class LaneScheduler:
         self._preempt()
         decoded = self._read_prompts()
         if not decoded:
-            for outcome in self._decoder.step(ahead=self.decodes_alone):
+            for outcome in self._decoder.step(ahead=self.begins_ahead):
                 self._apply(outcome)
         self._admission.prefills.record_decode(self.name)
         self._update_occupancy()
@@ -239,13 +240,12 @@ class LaneScheduler:
         return len(self.prefills) + self.running_rows >= self.counters.slots
 
     @property
-    def decodes_alone(self) -> bool:
-        """Return whether the device does nothing for any other row than those of this decoder.
+    def begins_ahead(self) -> bool:
+        """Return whether steps may begin in advance: no prompt is open, which would wait for them.
 
-        A step that has begun would otherwise count as time of another lane, or of a prompt.
+        Rows could not join either.
         """
-        others = (lane for lane in self._lanes if lane is not self)
-        return not any(self._admission.prefills) and not any(lane.running_rows for lane in others)
+        return not any(self._admission.prefills)
 
     def _drop_cancelled(self) -> None:
         cancelled = [row for row in self._waiting if row.cancelled]
