@@ -275,7 +275,7 @@ class Decoder:
         self._device.last = batch.opened or (last if mixed else None)
         self._counters.record_decode(sum(map(len, tokens)) / len(rows), elapsed_s)
         if has_head or any(row.lookup or row.matcher for row in rows):
-            self._record_cost(step, sum(appended), elapsed_s if alone else None)
+            self._record_cost(step, sum(appended), elapsed_s, alone=alone, mixed=mixed)
         if has_head:
             self._head.record_success()
         return outcome
@@ -459,20 +459,21 @@ class Decoder:
             if looked_up is not None and row.lookup is not None:
                 self._reliability.observe(looked_up, chosen, row.lookup.counts)
 
-    def _record_cost(self, step: OpenStep, appended: int, duration_s: float | None) -> None:
-        """Record the cost of a step, including that of appending its tokens; None: not measured.
+    def _record_cost(
+        self, step: OpenStep, appended: int, elapsed_s: float, *, alone: bool, mixed: bool
+    ) -> None:
+        """Record the cost of a step, including that of appending its tokens, if it ran alone.
 
         A step in which rows have draft lengths of their own is no sample. A drafted step saves the
         difference to the plain steps that it replaced.
         """
         policy, drafted = self._draft_length, [len(sources) for sources in step.sources]
         rows, cost = len(drafted), step.planned.plan.cost
-        if duration_s is None:
-            duration_s = policy.cost_s(rows, *cost)
-        elif step.planned.representative and max(drafted) == cost[1]:
-            policy.observe_cost(rows, cost[1], duration_s, head_tokens=cost[0])
+        if alone and step.planned.representative and max(drafted) == cost[1]:
+            policy.observe_cost(rows, cost[1], elapsed_s, head_tokens=cost[0])
             by_rows = [policy.best(size) for size in range(1, self._counters.slots + 1)]
             self._counters.set_drafts(by_rows, rows, policy.speedup(rows))
+        duration_s = policy.cost_s(rows, *cost) if mixed and not alone else elapsed_s
         plain_s = policy.cost_s(rows, 0, 0)
         if plain_s is not None and duration_s is not None and any(drafted):
             self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
