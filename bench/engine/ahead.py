@@ -4,6 +4,9 @@
 turns, without HTTP and without other requests: the lane of a worker, and one whose rounds wait.
 The second model is that of the demo with 32 random layers, whose rounds have many more operations
 to describe. A CPU computes on the cores that the host needs, so a GPU gains more.
+
+A second table has rows of both lanes at once: greedy ones in the speculative lane, sampled ones in
+the other, and beside them what the same number of rows of each kind makes alone.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
-from statistics import median
+from statistics import harmonic_mean, median
 from typing import Final
 
 import mlx.core as mx
@@ -21,8 +25,9 @@ from rich.progress import track
 
 from bench.families.checkpoints import build
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.lane import greedy_row, lane_of
+from bench.harness.lane import greedy_row, lane_of, lanes_of
 from bench.harness.tables import Grid, provenance, report
+from paceline.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
@@ -37,13 +42,17 @@ _TURNS: Final = 9
 _WARM_UP_ROUNDS: Final = 8
 _PROMPT_TOKENS: Final = 24
 _ENDLESS: Final = 1 << 20
+_SAMPLED: Final = Sampling(temperature=0.8, top_p=0.9)
+_MIXED_TOKENS: Final = 1200
+_MIXES: Final = (2, 4)
+"""Rows of each kind."""
 
 
 class WaitingLane(LaneScheduler):
     """A lane in which no round begins before the host has read the one before it."""
 
     @property
-    def decodes_alone(self) -> bool:
+    def begins_ahead(self) -> bool:
         """Return False: then every round waits."""
         return False
 
@@ -100,6 +109,51 @@ def compare(before: Side, after: Side, *, rounds: int, turns: int) -> tuple[str,
     )
 
 
+def mixed_tokens_per_s(checkpoint: Checkpoint, greedy: int, sampled: int) -> tuple[float, float]:
+    """Let rows of both lanes decode; return their tokens a second, and the share of steps ahead."""
+    prompts = PromptRenderer(checkpoint.processor)
+    lanes = lanes_of(checkpoint, prompts, _DRAFT_TOKENS)
+    kinds = [(lanes[0], Sampling(temperature=0))] * greedy + [(lanes[1], _SAMPLED)] * sampled
+    rows = []
+    for number, (lane, sampling) in enumerate(kinds):
+        prompt = PreparedPrompt(tokens=tuple(20 + (at * 7 + number) % 900 for at in range(24)))
+        row = greedy_row(
+            prompts, prompt, _DRAFT_TOKENS, _ENDLESS,
+            lane=lane.name, sampling=sampling, fixed=False, with_head=True,
+        )  # fmt: skip
+        rows.append(row)
+        lane.add(row)
+
+    def decode(tokens: int) -> float:
+        """Decode until the rows have so many further tokens; return the seconds."""
+        begun_s, wanted = time.perf_counter(), sum(len(row.answer) for row in rows) + tokens
+        while sum(len(row.answer) for row in rows) < wanted:
+            for lane in lanes:
+                if lane.busy:
+                    lane.step()
+        return time.perf_counter() - begun_s
+
+    decode(_MIXED_TOKENS)
+    before = [lane.counters.report() for lane in lanes]
+    seconds = decode(_MIXED_TOKENS)
+    counts = [lane.counters.report() for lane in lanes]
+    steps = sum(one.steps for one in counts) - sum(one.steps for one in before)
+    ahead = sum(one.steps_ahead for one in counts) - sum(one.steps_ahead for one in before)
+    return _MIXED_TOKENS / seconds, ahead / steps
+
+
+def mixed_lines(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    """Measure mixes and what they consist of, in turns."""
+    for half in track(_MIXES, description="Mixing"):
+        kinds = (2 * half, 0), (0, 2 * half), (half, half)
+        turns = [[mixed_tokens_per_s(checkpoint, *kind) for kind in kinds] for _ in range(_TURNS)]
+        speeds = [median(turn[at][0] for turn in turns) for at in range(3)]
+        ratio = median(turn[2][0] / harmonic_mean([turn[0][0], turn[1][0]]) for turn in turns)
+        ahead = median(turn[2][1] for turn in turns)
+        cells = *(f"{speed:.0f}" for speed in speeds), f"{ratio:.2f}", f"{ahead:.2f}"
+        yield f"{half} and {half}", *cells
+
+
 def deep_model(demo: Checkpoint) -> Checkpoint:
     """Return the demo's configuration with random weights and more layers, without a head."""
     config = json.loads((CHECKPOINT / "config.json").read_text(encoding="utf-8"))
@@ -131,10 +185,14 @@ def main() -> None:
     about = (
         f"{provenance()}, MLX {version('mlx')}; medians of {_TURNS} turns of {_ROUNDS} rounds each."
         " Rounds begin before the host has read the last one (ahead), or wait for that. Ratio: "
-        "median of the ratios of the turns."
+        "median of the ratios of the turns; of mixed rows, to the harmonic mean of what as many "
+        "rows of one kind make. A step is ahead if the device has another one to compute while the "
+        "host reads it."
     )
     grid = Grid("Tokens per second of bare rounds", columns, lines)
-    report("ahead.md", "Rounds that do not wait for the host", about, grid)
+    columns = ("greedy and sampled", "all greedy", "all sampled", "mixed", "ratio", "steps ahead")
+    mixed = Grid("Tokens per second of rows in both lanes", columns, [*mixed_lines(demo)])
+    report("ahead.md", "Rounds that do not wait for the host", about, grid, mixed)
 
 
 if __name__ == "__main__":

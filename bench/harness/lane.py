@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from paceline.request.profile import Sampling
@@ -17,13 +17,23 @@ from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Generation, LaneName, LaneSettings, Prompt, SpecPrefillOptions
 
 _IN_FULL: Final = SpecPrefillOptions()
+_GREEDY: Final = Sampling(temperature=0)
 
 
 def lane_of(
+    checkpoint: Checkpoint, prompts: PromptRenderer, draft_tokens: int, **options: Any
+) -> LaneScheduler:
+    """Return a lane for text; `lanes_of` has the options."""
+    (lane,) = lanes_of(checkpoint, prompts, draft_tokens, names=(LaneName.TEXT_MTP,), **options)
+    return lane
+
+
+def lanes_of(
     checkpoint: Checkpoint,
     prompts: PromptRenderer,
     draft_tokens: int,
     *,
+    names: Sequence[LaneName] = tuple(LaneName),
     kind: type[LaneScheduler] = LaneScheduler,
     max_rows: int = 8,
     cache_bytes: int = 0,
@@ -31,8 +41,8 @@ def lane_of(
     budget_s: float = 0.1,
     memory: MemoryEstimate | None = None,
     **more: Any,
-) -> LaneScheduler:
-    """Return a lane for text, whose prefix cache keeps nothing unless it has a size."""
+) -> list[LaneScheduler]:
+    """Return the lanes of one engine, whose prefix cache keeps nothing unless it has a size."""
     settings = LaneSettings(
         draft_tokens=draft_tokens,
         max_rows=max_rows,
@@ -44,7 +54,7 @@ def lane_of(
     parts = EngineParts(
         settings=settings, checkpoint=checkpoint, prompts=prompts, admission=admission, **more
     )
-    return kind(LaneName.TEXT_MTP, parts)
+    return [kind(name, parts) for name in names]
 
 
 def greedy_row(
@@ -56,16 +66,18 @@ def greedy_row(
     sink: Callable[[Any], None] = lambda _: None,
     ends: frozenset[int] = frozenset(),
     fixed: bool = True,
+    lane: LaneName = LaneName.TEXT_MTP,
+    sampling: Sampling = _GREEDY,
     spec_prefill: SpecPrefillOptions = _IN_FULL,
     **more: Any,
 ) -> Row:
-    """Return a row; without `ends` it goes on to its limit."""
+    """Return a row, greedy by default; without `ends` it goes on to its limit."""
     return Row(
         generation=Generation(
             request_id="bench",
-            lane=LaneName.TEXT_MTP,
+            lane=lane,
             prompt=Prompt(),
-            sampling=Sampling(temperature=0),
+            sampling=sampling,
             spec_prefill=spec_prefill,
         ),
         prompt=prompt,

@@ -120,14 +120,17 @@ class LaneCounters:
         with self._lock:
             self._prefill_speed.observe(tokens, duration_s)
 
-    def record_decode(self, tokens_per_row: float, duration_s: float) -> None:
-        """Record the duration of a step, and the mean number of tokens that each row got."""
-        with self._lock:
-            self._decode_speed.observe(tokens_per_row, duration_s)
+    def record_decode(
+        self, tokens_per_row: float, duration_s: float, *, ahead: bool = False
+    ) -> None:
+        """Record the duration of a step, and the mean number of tokens that each row got.
 
-    def record_step(self, *, ahead: bool) -> None:
-        """Count a step; `ahead` if the device computed another one while the host read it."""
-        self.add(steps=1, steps_ahead=int(ahead))
+        `ahead` says whether the device computed another step while the host read this one.
+        """
+        with self._lock:
+            self._sums["steps"] += 1
+            self._sums["steps_ahead"] += ahead
+            self._decode_speed.observe(tokens_per_row, duration_s)
 
     def record_decode_saving(self, seconds: float) -> None:
         """Add the time that a drafted step saved; negative if it cost more than plain steps."""
@@ -141,7 +144,8 @@ class LaneCounters:
         """
         with self._lock:
             self._draft_tokens_by_rows = tuple(tokens_by_rows)
-            self._draft_speedup_by_rows[rows - 1] = speedup
+            if rows <= self.slots:  # a batch may also have rows of other lanes
+                self._draft_speedup_by_rows[rows - 1] = speedup
 
     def report(self) -> LaneReport:
         """Return a consistent copy of all counts."""
