@@ -81,7 +81,7 @@ def test_rows_of_both_lanes_share_batches_and_the_device_always_has_a_step(
     lanes = make_lanes(eos=frozenset())
     for _ in range(2):
         rows = [
-            submit(lane, prompt, max_tokens=150, **options)
+            submit(lane, prompt, max_tokens=120, **options)
             for lane, mix in zip(lanes, (first, second), strict=True)
             for options, prompt in zip(mix, PROMPTS, strict=False)
         ]

@@ -4,11 +4,11 @@ Drafts come from the MTP head, from prompt lookup (`prompt_lookup.py`), and from
 forces the next tokens; `draft_length.py` decides for each row and step, and `acceptance.py` which
 of them an answer takes.
 
-Rows of all lanes share batches, since a step costs little more for more rows. But
-rows of the head, rows that draft without it, and rows that do not draft form separate batches: a
-verify costs more than a plain step, and a row that gains nothing from it must not pay for it. So do
-rows of different size classes (`batch.py`). A row whose answer must be exact has a batch of its
-own: how kernels round depends on the shape of a batch.
+Rows of all lanes share batches, since a step costs little more for more rows. But rows of the head,
+rows that draft without it, and rows that do not draft form separate batches: a verify costs more
+than a plain step, and a row that gains nothing from it must not pay for it. So do rows of different
+size classes (`batch.py`). A row whose answer must be exact has a batch of its own: how kernels
+round depends on the shape of a batch.
 
 An error in a step does not name its row, and invalidates every cache of the batch. All rows of the
 batch are requeued for a new prefill and degrade by one level: from the head to lookup, from drafts
@@ -479,6 +479,8 @@ class Decoder:
             for counters in self._counters.values():
                 by_rows = [policy.best(count) for count in range(1, counters.slots + 1)]
                 counters.set_drafts(by_rows, size, policy.speedup(size))
+        elif step.planned.representative:
+            policy.skip_cost()
         if ahead and not alone:
             cost_s = policy.cost_s(size, *cost) or elapsed_s
         plain_s = policy.cost_s(size, 0, 0)

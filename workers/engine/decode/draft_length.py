@@ -28,7 +28,7 @@ PROBE_STEPS = 4
 """Consecutive steps of one probe: the first also pays for the head's backlog, so it is no
 sample."""
 MEASURE_EVERY = 32
-"""Steps of which one is measured, where the device also computes other batches."""
+"""Steps after which one is measured again, where the device also computes other batches."""
 MARGIN = 1.05
 """Factor by which another k must be faster to replace the current one."""
 EXPLORATION_STEPS = 4
@@ -103,7 +103,8 @@ class DraftLength:
         self._current: dict[int, int] = {}
         self._steps = 0
         self._planned = 0
-        self._asked = 0
+        self._unmeasured = 0
+        """Steps since the last one that was measured."""
 
     def choose(self, rows: int, fewest_steps: int = EXPLORATION_STEPS) -> int:
         """Return the draft length of the next step of a batch of `rows` rows.
@@ -170,6 +171,7 @@ class DraftLength:
         self, rows: int, k: int, duration_s: float, *, head_tokens: int | None = None
     ) -> None:
         """Record the duration of a step that drafted k tokens, all of them by the head if None."""
+        self._unmeasured = 0
         self._samples(_size_class(rows), k if head_tokens is None else head_tokens, k).append(
             duration_s
         )
@@ -216,9 +218,12 @@ class DraftLength:
 
     def wants_sample(self, rows: int, plan: Plan) -> bool:
         """Return whether the next step is to be measured, though that holds up other batches."""
-        self._asked += 1
         few = len(self._samples(_size_class(rows), *plan.cost)) < MIN_SAMPLES
-        return few or self._asked % MEASURE_EVERY == 0
+        return few or self._unmeasured >= MEASURE_EVERY
+
+    def skip_cost(self) -> None:
+        """Record a step whose cost could not be measured."""
+        self._unmeasured += 1
 
     def tokens_per_step(self, k: int) -> float:
         """Return the expected tokens of a step that drafts k."""
