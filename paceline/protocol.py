@@ -304,7 +304,7 @@ other name generates text."""
 
 _LANE_COUNTS = (
     *("speculation", "bypass_counts", "spec_prefill", "prefix", "time_saved"),
-    *("requests", "prompt_tokens", "completion_tokens"),
+    *("requests", "prompt_tokens", "completion_tokens", "steps", "steps_ahead"),
 )
 
 
@@ -344,6 +344,10 @@ class LaneReport(Record):
     """Finished requests since boot, including cancelled and failed ones."""
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
+    steps: Count = 0
+    """Steps of decoding, each of one batch."""
+    steps_ahead: Count = 0
+    """Those that the worker read while the device computed another one."""
 
     def __add__(self, later: LaneReport) -> LaneReport:
         """Return the later report with the sums of the counts."""
