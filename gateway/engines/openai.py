@@ -25,6 +25,7 @@ from gateway.routing.view import ModelView
 from gateway.strict_json import Pieces, encode_body, size_of
 from gateway.types import Json
 from paceline.protocol import WorkerReport
+from paceline.request.parser import USAGE_INTERVAL
 
 # What a request asks of Paceline alone. Other engines answer without these fields all the same; the
 # description of a custom tool tells the model its grammar.
@@ -144,7 +145,9 @@ class OpenAIEngine(Engine):
             case {"allowed_tools": {"mode": mode}}:  # the gateway leaves other calls out
                 sent["tool_choice"] = mode
         if "stream_options" in sent:
-            sent["stream_options"] = {"include_usage": True}
+            in_each = self.kind == "openai" and not sent["stream_options"].get(USAGE_INTERVAL, 1)
+            running = {"continuous_usage_stats": True} if in_each else {}
+            sent["stream_options"] = {"include_usage": True, **running}
         if salt and self.isolation is Isolation.CACHE_SALT:
             sent["cache_salt"] = salt
         for name, spelling in self.spellings:

@@ -29,7 +29,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
-_CONTENT = ("content", "reasoning_content", "tool_calls")
+_CONTENT = ("content", "reasoning_content", "tool_calls", "refusal")
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
 
@@ -374,6 +374,7 @@ class AnswerReader:
             cached_tokens=_count(cached),
             cached_known=cached is not None,
             written_tokens=_count(details.get("cache_write_tokens")),
+            system_tokens=_count(details.get("system_tokens")),
         )
 
     @staticmethod

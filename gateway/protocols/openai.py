@@ -18,9 +18,11 @@ from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import ITEMS_LIMIT, encode_json, objects_of
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, Json, LimitState
+from paceline.protocol import RUNNING_USAGE_TOKENS
 from paceline.request.compatibility import NEUTRAL
+from paceline.request.content import CONTINUES
 from paceline.request.fields import CACHE_SALT, FieldError, read_cache_salt
-from paceline.request.parser import read_profile
+from paceline.request.parser import USAGE_INTERVAL, read_profile
 from paceline.request.profile import GENERATING, Endpoint, RequestProfile
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
@@ -31,6 +33,7 @@ Message = Mapping[str, Any]
 # Between the texts of merged messages, so that none runs into the next.
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
+_RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 ANSWER_FIELDS = {
     Endpoint.CHAT: "choices",
@@ -221,7 +224,7 @@ class OpenAIStreamEncoder(StreamEncoder):
     ) -> None:
         self._include_usage = profile.include_usage
         self._include_metrics = include_metrics
-        self._running_usage = profile.running_usage
+        self._running_usage = profile.usage_interval is not None
         self._legacy_functions = profile.legacy_functions
         self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
 
@@ -315,14 +318,18 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile, *, in_place: b
         sent["max_tokens"] = profile.max_tokens
     if profile.generation_prompt:
         sent.pop("add_generation_prompt", None)
-    if not profile.continues_message:
+    if profile.continues_message:
+        sent |= {"add_generation_prompt": False, "continue_final_message": True}
+    else:
         sent.pop("continue_final_message", None)
     if profile.endpoint is Endpoint.CHAT:
         sent["messages"] = normalise(body["messages"], in_place=in_place)
     if profile.stream:
         # Every request is accounted; the encoder removes usage that the client did not request.
         # A key pays for a stream that its client leaves by the usage so far.
-        sent["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        interval = profile.usage_interval
+        interval = RUNNING_USAGE_TOKENS if interval is None else interval
+        sent["stream_options"] = {**_RUNNING_USAGE, USAGE_INTERVAL: interval}
     return sent
 
 
@@ -339,7 +346,9 @@ def normalise(messages: Sequence[Message], *, in_place: bool = False) -> list[Me
         leading = next(roles, leading)
     system: list[Message] = []
     others: list[Message] = []
-    for at, message in enumerate(messages):
+    for at, given in enumerate(messages):
+        marked = any(name in given for name in CONTINUES)
+        message = {k: v for k, v in given.items() if k not in CONTINUES} if marked else given
         role, content = message["role"], message.get("content")
         if role in _SYSTEM_ROLES:
             (system if at < leading else others).append({**message, "role": "system"})

@@ -39,6 +39,8 @@ from paceline.request.profile import (
     Sampling,
 )
 
+USAGE_INTERVAL = "usage_interval_tokens"
+"""Of `stream_options`: chunks need not have the usage so far before so many further tokens."""
 _FUNCTION_FIELDS = (
     ("description", str, "a string"),
     ("parameters", Mapping, "an object"),
@@ -98,6 +100,7 @@ def read_profile(
         return rerank_profile(read_rerank(body, access), ignored)
     fields = access(body)
     content = read_content(body, endpoint)
+    continues = _read_continuation(fields, body, content.continued)
     _check_template_kwargs(body.get("chat_template_kwargs"))
     _check_choices(body)
     stream = fields.flag("stream")
@@ -113,7 +116,7 @@ def read_profile(
         model=fields.text("model"),
         stream=stream,
         include_usage=stream_options.flag("include_usage"),
-        running_usage=stream_options.flag("continuous_usage_stats"),
+        usage_interval=_read_usage_interval(stream_options),
         metrics=body.get("metrics") is not None,
         token_sources=fields.flag("token_sources"),
         media=tuple(sorted(content.media.items())),
@@ -124,8 +127,8 @@ def read_profile(
         stop_tokens=_read_stop_tokens(body.get("stop_token_ids")),
         ignore_eos=fields.flag("ignore_eos"),
         prompt_limit=_read_prompt_limit(fields, content.media),
-        generation_prompt=fields.choice("add_generation_prompt") is not False,
-        continues_message=_read_continuation(fields, body),
+        generation_prompt=not continues and fields.choice("add_generation_prompt") is not False,
+        continues_message=continues,
         choices=_read_choices(fields, content.prompts),
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
@@ -237,14 +240,16 @@ def _read_prompt_limit(fields: Fields, media: Mapping[str, int]) -> int | None:
     return limit
 
 
-def _read_continuation(fields: Fields, body: Mapping[str, Any]) -> bool:
-    name = "continue_final_message"
-    if not fields.flag(name):
+def _read_continuation(fields: Fields, body: Mapping[str, Any], mark: str) -> bool:
+    """Return whether the answer goes on from the last message, as the field or a mark asks."""
+    name = mark or "continue_final_message"
+    if not (fields.flag("continue_final_message") or mark):
         return False
-    last = body["messages"][-1]
-    if fields.choice("add_generation_prompt") is not False:
+    messages, begins = body["messages"], fields.choice("add_generation_prompt")
+    if begins or (begins is None and not mark):
         raise FieldError(name, f"'{name}' needs 'add_generation_prompt': false.")
-    if last["role"] != "assistant" or last.get("tool_calls"):
+    last, in_last = messages[-1], mark.startswith(f"messages[{len(messages) - 1}].") or not mark
+    if not in_last or last["role"] != "assistant" or last.get("tool_calls"):
         raise FieldError(
             name, f"'{name}' needs a last message that is the assistant's, without tool calls."
         )
@@ -345,3 +350,8 @@ def _read_stream_options(body: Mapping[str, Any], stream: bool) -> Fields:
     if not stream:
         raise FieldError("stream_options", "'stream_options' needs 'stream': true.")
     return Fields(Fields(body).object("stream_options"))
+
+
+def _read_usage_interval(options: Fields) -> int | None:
+    interval, running = options.integer(USAGE_INTERVAL, 0, low=0), "continuous_usage_stats"
+    return interval if options.flag(running) and options.flag("include_usage") else None

@@ -249,7 +249,7 @@ def test_a_schema_that_cannot_be_held_is_refused(openai_client, bad, named) -> N
             openai_client.chat.completions.create(
                 model="demo", messages=QUESTION, response_format=form, stream=stream
             )
-        assert refused.value.param.startswith("response_format.json_schema.schema")
+        assert str(refused.value.param).startswith("response_format.json_schema.schema")
         assert named in refused.value.message
         assert "lenient" not in refused.value.message
 

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from gateway import errors
-from gateway.protocols.base import choice_of, object_schema
+from gateway.protocols.base import choice_of, object_in, object_schema
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import (
     FIELDS,
@@ -94,14 +94,16 @@ class MessagesFormat(TranslatingFormat):
         """Return the message of a whole answer."""
         choice = choice_of(answer)
         content = [*content_of(choice, self._mark)]
-        message = message_of(answer, content) | stop_of(choice)
+        message = message_of(answer, content, self._chat.breakpoint_in)
+        refusal = object_in(choice, "message").get("refusal")
+        message |= stop_of(choice, refused=bool(refusal))
         return encode_json(message | self._edits())
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
         """Return the encoder of a stream; a comment has the late headers."""
-        return MessageEncoder(self._mark, self._edits())
+        return MessageEncoder(self._mark, self._edits(), self._chat.breakpoint_in)
 
     @property
     def _mark(self) -> Callable[[str], str] | None:

@@ -12,7 +12,7 @@ from gateway.protocols.history import Replacements, last_turn, message_of, named
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
 from gateway.protocols.translation import Chat
-from gateway.strict_json import ITEMS_LIMIT, encode_text
+from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
 from paceline.request.profile import REASONING_EFFORTS
@@ -51,6 +51,8 @@ class MessagesChat(Chat):
 
     applied_edits: Sequence[Json] | None = None
     """What `context_management` cleared; None if the request has no such field."""
+    breakpoint_in: str = ""
+    """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
     def param(self, name: str) -> str:
         """Return the field of the request behind a field of the chat."""
@@ -113,7 +115,17 @@ def to_chat(
     tools, tool_places, left_out = _tools_of(body, history)
     chat |= tools | _reasoning_of(body) | _form_of(body)
     all_places = [places for _, places in placed]
-    return MessagesChat(chat, all_places, tool_places, left_out, tuple(history.replaced), applied)
+    replaced, place = tuple(history.replaced), _breakpoint_in(body)
+    return MessagesChat(chat, all_places, tool_places, left_out, replaced, applied, place)
+
+
+def _breakpoint_in(body: Mapping[str, Any]) -> str:
+    contents = [one.get("content") for one in objects_of(body["messages"])]
+    places = {"messages": ([body], *contents), "system": (body.get("system"), body.get("tools"))}
+    for place, lists in places.items():
+        if any(one.get("cache_control") is not None for some in lists for one in objects_of(some)):
+            return place
+    return ""
 
 
 def _wrong(place: str, why: str) -> FieldError:

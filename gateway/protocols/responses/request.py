@@ -61,6 +61,8 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _OF_CLIENTS = ("_output", "_response")
 """How the types of those items end that clients make, besides messages."""
 _FORMATS = ("text", "json_object", "json_schema")
+UNNAMED = "answer"
+"""The name of a schema without one."""
 _VALUES = {
     "truncation": ("auto", "disabled"),
     "reasoning.effort": REASONING_EFFORTS,
@@ -160,7 +162,10 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
             raise must(place, f"be one of {values}")
     previous_id, conversation_id = _previous_of(body)
     include = _include_of(body)
-    items = tuple(read_items(body.get("input"), "input"))
+    given = body.get("input")
+    if given is None and (previous_id or conversation_id):
+        given = []  # the model goes on from what is kept
+    items = tuple(read_items(given, "input"))
     store = fields.choice("store") is not False
     background = fields.flag("background")
     if background and not store:
@@ -186,8 +191,11 @@ def read_items(given: Any, where: str) -> Iterator[Item]:
     if not isinstance(given, list) or len(given) > ITEMS_LIMIT:
         raise must(where, f"be a string or a list of at most {ITEMS_LIMIT} items")
     for index, item in enumerate(given):
-        if isinstance(item, Mapping) and item.get("type") is None and "role" in item:
-            yield {"type": "message", **{k: v for k, v in item.items() if k != "type"}}
+        untyped = isinstance(item, Mapping) and item.get("type") is None
+        if untyped and "role" in item:
+            yield {**item, "type": "message"}
+        elif untyped and item.keys() - {"type"} == {"id"}:
+            yield {**item, "type": _REFERENCE}
         else:
             kind_of(item, f"{where}[{index}]")
             yield item
@@ -481,7 +489,7 @@ def _text_of(text: Mapping[str, Any]) -> Json:
         return {} if kind == "text" else {"response_format": {"type": kind}}
     if not isinstance(form.get("schema"), Mapping):
         raise must("text.format.schema", "be a JSON Schema")
-    schema = {"name": form.get("name") or "answer", "schema": form["schema"]}
+    schema = {"name": form.get("name") or UNNAMED, "schema": form["schema"]}
     schema |= {name: form[name] for name in ("strict", "description") if form.get(name) is not None}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 

@@ -31,6 +31,8 @@ _CALLS = {
     _SEARCH: "tool_search_call",
 }
 """The types of the items that call a tool, by its type."""
+_MODES = (None, "auto", "required", "none")
+"""How a choice of `allowed_tools` is to be made among them; None is auto."""
 _JOINT = "__"
 _TOOLS_LIMIT = 128
 _NAME_CHARS = 128
@@ -192,6 +194,9 @@ def _tools_in(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]:
 
 def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Tool]:
     kind = tool["type"]
+    if kind not in _CALLS:
+        problem = f"'{at}.type' is '{kind[:100]}'; it must be function or custom."
+        raise FieldError(f"{at}.type", problem)
     name = _SEARCH if kind == _SEARCH else _name(tool, at)
     description, grammar = tool.get("description"), None
     if not isinstance(description, str | None):
@@ -204,7 +209,7 @@ def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Too
         function["parameters"] = parameters or {"type": "object", "properties": {}}
         if tool.get("strict") is not None:
             function["strict"] = tool["strict"]
-    elif kind == "custom":
+    else:
         grammar = _grammar_of(tool, f"{at}.format")
         text, hint = _custom_input_schema(grammar)
         description = "\n\n".join(filter(None, (description, hint)))
@@ -214,9 +219,6 @@ def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Too
             "required": [INPUT],
             "additionalProperties": False,
         }
-    else:
-        problem = f"'{at}.type' is '{kind[:100]}'; it must be function or custom."
-        raise FieldError(f"{at}.type", problem)
     if description:
         function["description"] = description
     declared: Json = {"type": "function", "function": function}
@@ -267,14 +269,14 @@ def _chosen(tools: Mapping[str, Tool], choice: Any) -> Any:
             return choice
         case {"type": "function" | "custom"}:
             return _function(_reference(tools, choice, "tool_choice"))
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+        case {"type": "allowed_tools", "tools": [*allowed]} if choice.get("mode") in _MODES:
             # A hosted tool among them is left out as everywhere.
             functions = [
                 _function(_reference(tools, one, f"tool_choice.tools[{index}]"))
                 for index, one in enumerate(allowed)
                 if kind_of(one, f"tool_choice.tools[{index}]") not in HOSTED_TOOLS
             ]
-            chosen = {"mode": mode, "tools": functions}
+            chosen = {"mode": choice.get("mode") or "auto", "tools": functions}
             return {"type": "allowed_tools", "allowed_tools": chosen} if functions else "none"
         case "required":
             raise must("tool_choice", "choose one of 'tools'")

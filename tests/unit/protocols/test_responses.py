@@ -11,7 +11,7 @@ from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, WorkerLo
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
-from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses import DONE, ResponsesFormat
 from gateway.protocols.responses.request import check_items
 from gateway.protocols.sealing import Sealer
 from gateway.routing.view import FleetView
@@ -21,6 +21,7 @@ from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
 from tests.support.maker_types import read_event, read_response
+from tests.support.open_responses import check_body, check_event
 from tests.support.policies import single_pool_policy
 from tests.support.tool_call_text import cut_at
 
@@ -106,16 +107,19 @@ def whole(exchange: ResponsesFormat, message: dict[str, Any], reason: str = "sto
     """Return the response to a whole answer, read by OpenAI's types."""
     choice = {"index": 0, "message": message, "finish_reason": reason}
     answer = {"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": USAGE}
-    return json.loads(exchange.encode(REQUEST, answer, b""))
+    response = json.loads(exchange.encode(REQUEST, answer, b""))
+    check_body(response)
+    return response
 
 
 def split(stream: bytes, *, valid: bool = True) -> list[dict[str, Any]]:
     """Return the numbered events of a stream; `valid`: check their types."""
-    found = named_events(stream)
+    found = named_events(stream.removesuffix(DONE))
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
     if valid:
         for one in found:
             read_event(one)
+            check_event(one)
     return found
 
 
