@@ -16,6 +16,7 @@ from paceline.request.content import (
     PICTURES_LIMIT,
     PIXELS_LIMIT,
     PictureInvalid,
+    file_fault,
     read_size,
     source_of,
 )
@@ -85,8 +86,10 @@ class Readable(NamedTuple):
         kind = MEDIA_KINDS[part["type"]]
         if kind not in self.media or kind == "image":
             return kind in self.media and pixels_of(part) > 0
+        if kind == "file":
+            return not file_fault(part.get("file"))
         source = source_of(part)[1]
-        return source is None or kind == "file" or source.startswith("data:")
+        return source is None or source.startswith("data:")
 
 
 def pixels_of(picture: Mapping[str, Any]) -> int:

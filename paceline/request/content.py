@@ -43,6 +43,9 @@ _JPEG_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xDA)))
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
+FILE_PROBLEM = "A file must come in 'file_data', in base64; this gateway follows no links and ids."
+
+
 class PictureInvalid(ValueError):
     """A picture is invalid or too large; the message is for the client."""
 
@@ -326,6 +329,13 @@ def source_of(part: Mapping[str, Any]) -> tuple[str, str | None]:
     return name, source if isinstance(source, str) else None
 
 
+def file_fault(file: Any) -> str:
+    """Return the field by which a file cannot be read; empty if it comes with its data."""
+    fields = file if isinstance(file, Mapping) else {}
+    linked = (name for name in ("file_url", "file_id") if fields.get(name) is not None)
+    return next(linked, "" if isinstance(fields.get("file_data"), str) else "file_data")
+
+
 def _read_message(message: Any, where: str, found: Content) -> None:
     if not isinstance(message, Mapping):
         raise FieldError(where, "A message must be an object.")
@@ -373,7 +383,9 @@ def _read_part(part: Any, where: str, found: Content) -> None:
     name, source = source_of(part)
     if MEDIA_KINDS[kind] == "image":
         _read_picture(source, f"{where}.{name}", found)
-    elif source is not None and kind != "file" and not source.startswith("data:"):
+    elif kind == "file" and (field := file_fault(part.get(kind))):
+        raise FieldError(f"{where}.file.{field}", FILE_PROBLEM)
+    elif source is not None and not source.startswith("data:"):
         # Fetching a client's URL could reveal resources of the internal network.
         raise FieldError(f"{where}.{name}", "Media must come as a 'data:' URL.")
 

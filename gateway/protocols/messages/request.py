@@ -11,7 +11,7 @@ from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat, own_name
+from gateway.protocols.translation import Chat
 from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
@@ -63,7 +63,10 @@ class MessagesChat(Chat):
             return place + rest.replace(".parameters", ".input_schema", 1)
         if name == "continue_final_message":
             return self.places[-1][0]
-        return own_name(name, _CHAT_NAMES)
+        for chat_name, own_name in _CHAT_NAMES.items():
+            if name == chat_name or name.startswith(f"{chat_name}."):
+                return own_name + name[len(chat_name) :]
+        return name
 
     @property
     def shows_reasoning(self) -> bool:

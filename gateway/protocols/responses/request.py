@@ -23,11 +23,12 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat, own_name
+from gateway.protocols.translation import Chat
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
 from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.constraint import TOOL_GRAMMARS
+from paceline.request.content import FILE_PROBLEM, file_fault
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
 from paceline.request.profile import REASONING_EFFORTS
 
@@ -71,10 +72,10 @@ _VALUES = {
 _METADATA_LIMIT, _METADATA_NAME_CHARS, _METADATA_CHARS = 16, 64, 512
 _ID_CHARS = 128
 _BETWEEN_TEXTS = "\n\n"
+_FORM = "response_format.json_schema"
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tools.function.strict": "tools.strict",
     TOOL_GRAMMARS: "tools.format",
@@ -130,7 +131,12 @@ class ResponsesChat(Chat):
             grammar_field = f"{TOOL_GRAMMARS}.{function}"
             if name == grammar_field or name.startswith(f"{grammar_field}."):
                 return grammar.place + name[len(grammar_field) :]
-        return "input" if name.startswith("messages[") else own_name(name, _CHAT_NAMES)
+        if name.startswith(f"{_FORM}."):
+            return "text.format" + name[len(_FORM) :]
+        for chat_name, own_name in _CHAT_NAMES.items():
+            if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
+                return own_name
+        return name
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
@@ -399,6 +405,11 @@ class _Messages(Replacements):
         if (pdf := pdf_of(part)) is not None:
             name, place = part.get("filename"), f"{at}.file_data"
             return self.document(pdf, name, kind, at, place, new=new)
+        if new and kind == "input_file":
+            field, problem = file_fault(part), FILE_PROBLEM
+            if not field:
+                field, problem = "file_data", "This gateway reads no files but PDFs."
+            raise FieldError(f"{at}.{field}", problem)
         if new and read is None and kind == "input_image":
             raise must(f"{at}.image_url", "be a 'data:' URL")
         if new and read is None:

@@ -57,6 +57,36 @@ def test_a_worker_gets_the_text_of_a_pdf_and_its_pages_if_the_model_sees_picture
     assert "it is encrypted" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"file_url": "http://10.0.0.1/a.pdf"}, "file_url"),
+        ({"file_id": "file-1"}, "file_id"),
+        ({"file_id": "file-1", "file_data": "AA"}, "file_id"),
+        ({"filename": "a.pdf"}, "file_data"),
+        ({"file_data": 7}, "file_data"),
+    ],
+)
+def test_a_file_without_its_data_is_refused_by_the_field_and_a_word_in_the_history(
+    served: Served, fields: Any, field: str
+) -> None:
+    """No engine gets a link to follow."""
+    parts = {
+        "chat/completions": ({"type": "file", "file": fields}, "messages[0].content[0].file"),
+        "responses": ({"type": "input_file", **fields}, "input[0].content[0]"),
+    }
+    for wire, (part, place) in parts.items():
+        name = "input" if wire == "responses" else "messages"
+        turns = [{"role": "user", "content": [part]}]
+        refused = served.gateway.client.post(f"/v1/{wire}", json={"model": "demo", name: turns})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == f"{place}.{field}"
+        turns += [{"role": role, "content": "Hi"} for role in ("assistant", "user")]
+        later = served.gateway.client.post(f"/v1/{wire}", json={"model": "demo", name: turns})
+        assert later.status_code == 200, later.text
+        assert "cannot read" in str(served.worker.requests[-1].body["messages"][0]["content"])
+
+
 def test_the_pages_of_a_pdf_leave_room_for_the_pictures_of_the_user(served: Served) -> None:
     """A request takes 32 pictures, and its user has sent as many."""
     body = bodies(pdf("Hello"))["chat/completions"]

@@ -101,7 +101,7 @@ async def test_a_call_that_the_request_does_not_admit_is_no_part_of_the_answer(
     assert "fly" not in whole.text + streamed.text
     assert streamed.text.count('"name":"add"') == 2 * len(arguments)
     assert ('"finish_reason":"tool_calls"' in streamed.text) == bool(arguments)
-    assert "call.left_out" in caplog.text
+    assert "calls.left_out" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_an_absent_field_has_its_default() -> None:
         ({"type": "audio_url"}, "audio"),
         ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "audio"),
         ({"type": "audio"}, "audio"),
-        ({"type": "file", "file": {"file_id": "file-1"}}, "file"),
+        ({"type": "file", "file": {"file_data": "AA"}}, "file"),
     ],
 )
 def test_every_kind_of_media_is_counted(part: dict[str, Any], kind: str) -> None:

@@ -215,7 +215,7 @@ def test_f64_no_item_of_a_history_ends_a_conversation() -> None:
     )
     with pytest.raises(FieldInvalid) as refused:
         wire(*items, user(UNREADABLE))
-    assert refused.value.param == "input[8].content[0].type"
+    assert refused.value.param == "input[8].content[0].file_id"
 
 
 def test_replies_and_what_stands_behind_them_keep_their_order_and_names() -> None:
@@ -236,7 +236,7 @@ def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
     assert inspected.body["messages"] == [user(f"{WORDS}\n\nHi")]
     assert inspected.profile.replaced[0] == "conversation.content[0]:input_file"
     check_items([{"type": "shell_call"}], "items")
-    with pytest.raises(FieldError, match="input_file"):
+    with pytest.raises(FieldError, match="no links and ids"):
         check_items(exchange.history, "items")
 
 
@@ -406,7 +406,15 @@ def test_form_reasoning_and_logprobs() -> None:
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [user(7)]}, "input[0].content"),
         ({"input": [user([{"type": "input_text"}])]}, "input[0].content[0].text"),
-        ({"input": [user([{"type": "input_file"}])]}, "input[0].content[0].type"),
+        *(
+            ({"input": [user([{"type": "input_file", name: "x"}])]}, f"input[0].content[0].{field}")
+            for name, field in (
+                ("file_url", "file_url"),
+                ("file_id", "file_id"),
+                ("x", "file_data"),
+                ("file_data", "file_data"),
+            )
+        ),
         *(
             ({"input": [user([{"type": "input_image", **image}])]}, "input[0].content[0].image_url")
             for image in ({"image_url": "https://x/y.png"}, {"file_id": "f"})
