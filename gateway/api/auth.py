@@ -28,7 +28,7 @@ from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
 from gateway.proxy.handler import ProxyHandler
-from gateway.strict_json import parse
+from gateway.strict_json import footprint_bytes, parse
 from gateway.types import RawBody
 from paceline.protocol import MAX_REPORT_BYTES
 
@@ -124,7 +124,9 @@ class _LimitedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        return parse(await self.body())
+        body = await self.body()
+        footprint_bytes(body, bounded=True)
+        return parse(body)
 
 
 def check_data_key(request: Request, gateway: Gateway) -> None:

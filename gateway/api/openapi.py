@@ -56,7 +56,10 @@ EVERYWHERE: tuple[type[ApiError], ...] = (
     errors.GatewayError,
 )
 """Errors of every route."""
-WITH_BODY = (errors.BodyNotJson, errors.FieldInvalid, errors.BodyTooSlow, errors.BodyTooLarge)
+WITH_BODY = (
+    *(errors.BodyNotJson, errors.FieldInvalid),
+    *(errors.BodyTooSlow, errors.BodyTooLarge, errors.CodingRefused),
+)
 FOR_CLIENTS = (errors.KeyRefused, errors.PageRefused)
 FOR_ADMINS = (errors.AdminKeyRefused,)
 STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)

@@ -83,7 +83,7 @@ Fields = Annotated[dict[str, Any], Depends(_fields)]
 class PageRequest(BaseModel):
     """Which part of a list a client asks for."""
 
-    limit: int = Field(20, ge=1, le=100)
+    limit: int = Field(20, ge=0, le=100)
     order: Literal["asc", "desc"] = "desc"
     after: str = ""
     """The id of the item before the page."""

@@ -20,7 +20,6 @@ from gateway.strict_json import ITEMS_LIMIT, encode_json, objects_of
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, Json, LimitState
 from paceline.protocol import RUNNING_USAGE_TOKENS
 from paceline.request.compatibility import NEUTRAL
-from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.content import CONTINUES
 from paceline.request.fields import CACHE_SALT, FieldError, read_cache_salt
 from paceline.request.parser import USAGE_INTERVAL, read_profile
@@ -140,9 +139,6 @@ class WireFormat:
         replaced: tuple[str, ...] = ()
         if _has_parts(body.get("messages")):
             body, replaced = readable(body, context.reading(requested))
-        choice = body.get("tool_choice")
-        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-            body = _with_allowed_tools(body)
         defaults = sampling_defaults(policy, model, fleet.sampling)
         rules = policy.models.get(model)
         exact = rules is not None and rules.exact
@@ -294,41 +290,6 @@ def _has_function_messages(messages: Any) -> bool:
 def _has_parts(messages: Any) -> bool:
     """Return whether a message has parts, and so perhaps one that no model reads."""
     return any(isinstance(message.get("content"), list) for message in objects_of(messages))
-
-
-def _with_allowed_tools(body: Mapping[str, Any]) -> Json:
-    """Return a body whose tools are those that its `tool_choice` allows; raise `FieldError`.
-
-    Engines know a mode alone.
-    """
-    field = "tool_choice.allowed_tools"
-    match body["tool_choice"].get("allowed_tools"), body.get("tools"):
-        case {"mode": "auto" | "required" as mode, "tools": [*references]}, [*tools]:
-            allowed = [_function_name(reference) for reference in references]
-            known = {_function_name(tool) for tool in tools} - {None}
-            for index, name in enumerate(allowed):
-                if name not in known:
-                    problem = "An allowed tool must be the name of one of 'tools'."
-                    raise FieldError(f"{field}.tools[{index}]", problem)
-            names = set(allowed)
-            kept = [tool for tool in tools if _function_name(tool) in names]
-            changed = {**body, "tools": kept, "tool_choice": mode}
-            if isinstance(grammars := body.get(TOOL_GRAMMARS), Mapping):
-                # Grammars of no tool at all are the client's mistake.
-                others = known - names
-                changed[TOOL_GRAMMARS] = {
-                    name: grammars[name] for name in grammars if name not in others
-                }
-            return changed
-    problem = f"'{field}' must have the mode auto or required, and some of 'tools'."
-    raise FieldError(field, problem)
-
-
-def _function_name(tool: Any) -> str | None:
-    match tool:
-        case {"function": {"name": str() as name}}:
-            return name
-    return None
 
 
 def _for_worker(body: Mapping[str, Any], profile: RequestProfile, *, in_place: bool) -> Json:

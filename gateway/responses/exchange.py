@@ -25,7 +25,7 @@ from gateway.http.downstream import (
     pieces,
 )
 from gateway.memory_budget import MemoryHold
-from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses import DONE, ResponsesFormat
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.responses.kept_items import KeptItems, new_id
 from gateway.state.expiring import TTL_S
@@ -69,9 +69,10 @@ class EventLog:
         self._forgotten = False
 
     def append(self, piece: bytes) -> None:
-        """Append events; comments are left out."""
+        """Append events; comments are left out, and the end, which follows all of them."""
         if not piece.startswith(b"event:"):
             return
+        piece = piece.removesuffix(DONE)
         self.size_bytes += len(piece)
         had_room = self.hold.count(len(piece) + _EVENT_BYTES * piece.count(b"\n\n"))
         self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
@@ -99,6 +100,7 @@ class EventLog:
                     for piece in pieces(b"".join(pending)):
                         yield piece
                 elif self.closed:
+                    yield DONE
                     return
                 else:
                     try:

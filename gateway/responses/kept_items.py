@@ -19,7 +19,7 @@ from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses.items import known_fields
 from gateway.protocols.responses.request import Item, ResponsesRequest
 from gateway.state.expiring import ExpiringRecords
-from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body, footprint_bytes
+from gateway.strict_json import ITEMS_LIMIT, encode_body, footprint_bytes
 from gateway.types import Json
 
 _IDS = {
@@ -245,7 +245,7 @@ def _footprint_bytes(found: Sequence[bytes | None]) -> int:
 def _encode(record: Json, size_bytes: int) -> bytes:
     data = b"".join(encode_body(record, size_bytes))
     try:
-        check_bounds(data)
+        footprint_bytes(data, bounded=True)
     except errors.BodyNotJson:
         return b""
     return data

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.compatibility import read_ignored
 from paceline.request.constraint import (
     CONSTRAINT_FIELDS,
@@ -67,8 +68,8 @@ _CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
 )
 HONOURED_FIELDS = {
     Endpoint.CHAT: _CONTROL_FIELDS.union(
-        f"messages tools tool_choice {TOOL_GRAMMARS} parallel_tool_calls top_logprobs "
-        "chat_template_kwargs reasoning_effort thinking_budget thinking_token_budget "
+        f"messages tools tool_choice {TOOL_GRAMMARS} parallel_tool_calls {MAX_TOOL_CALLS} "
+        "top_logprobs chat_template_kwargs reasoning_effort thinking_budget thinking_token_budget "
         "include_reasoning add_generation_prompt continue_final_message".split()
     ),
     Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
@@ -105,6 +106,8 @@ def read_profile(
     stream = fields.flag("stream")
     tools = _read_tools(body)
     check_tool_grammars(body)
+    fields.choice("parallel_tool_calls")
+    fields.integer(MAX_TOOL_CALLS, None, low=1)
     stream_options = _read_stream_options(body, stream)
     max_tokens = _read_max_tokens(fields, endpoint)
     constraint = read_constraint(body)
@@ -315,13 +318,6 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _check_choices(body: Mapping[str, Any]) -> None:
-    choice = body.get("tool_choice")
-    named = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
-    if not named and choice not in (None, "auto", "none", "required"):
-        raise FieldError(
-            "tool_choice",
-            "'tool_choice' must be auto, none, required, a function or allowed tools.",
-        )
     if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
         raise FieldError("metrics", "'metrics' must be summary or detailed.")
     if body.get("reasoning_effort") not in (None, *REASONING_EFFORTS):

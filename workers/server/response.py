@@ -358,8 +358,7 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
         )
     splitter = None
     if request.tool_format is not None:
-        limit = 1 if request.single_tool_call else None
-        splitter = ToolCallSplitter(request.tool_format, request.tools, limit=limit)
+        splitter = ToolCallSplitter(request.tool_format, request.tools, request.call_rules)
     return ChatChoice(
         index,
         splitter=splitter,

@@ -93,8 +93,10 @@ class MessagesFormat(TranslatingFormat):
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the message of a whole answer."""
         choice = choice_of(answer)
-        content = [*content_of(object_in(choice, "message"), self._mark)]
-        message = message_of(answer, content, self._chat.breakpoint_in) | stop_of(choice)
+        content = [*content_of(choice, self._mark)]
+        message = message_of(answer, content, self._chat.breakpoint_in)
+        refusal = object_in(choice, "message").get("refusal")
+        message |= stop_of(choice, refused=bool(refusal))
         return encode_json(message | self._edits())
 
     def encoder(

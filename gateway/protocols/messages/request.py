@@ -11,7 +11,7 @@ from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat
+from gateway.protocols.translation import Chat, own_name
 from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
@@ -60,13 +60,10 @@ class MessagesChat(Chat):
             place, rest = found
             if name.startswith("messages"):
                 return place
-            return place + rest.replace(".parameters", ".input_schema")
+            return place + rest.replace(".parameters", ".input_schema", 1)
         if name == "continue_final_message":
             return self.places[-1][0]
-        for chat_name, own_name in _CHAT_NAMES.items():
-            if name == chat_name or name.startswith(f"{chat_name}."):
-                return own_name + name[len(chat_name) :]
-        return name
+        return own_name(name, _CHAT_NAMES)
 
     @property
     def shows_reasoning(self) -> bool:

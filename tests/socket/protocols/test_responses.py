@@ -11,6 +11,7 @@ from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
 from tests.support.gateway_fixtures import MakeGateway, Served
 from tests.support.maker_types import read_event, read_response, read_strictly
+from tests.support.open_responses import check_stream
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
@@ -43,15 +44,11 @@ def types_of(events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def events_of(response: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
-    """Return the events of a stream, each valid, under its own name, and numbered."""
-    found = []
-    for one in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = one.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        read_event(found[-1])
-    numbers = [one["sequence_number"] for one in found]
-    assert numbers == list(range(first, first + len(found)))
+    """Return the events of a stream, each valid and numbered from here on."""
+    found = check_stream(response.text)
+    for one in found:
+        read_event(one)
+    assert found[0]["sequence_number"] == first
     return found
 
 
@@ -72,7 +69,8 @@ def test_a_stream_of_a_response_ends_with_its_last_event(served: Served) -> None
     served.worker.script.cut_after = 3
     events = events_of(post(served.gateway, stream=True))
     assert types_of(events[-2:]) == ["error", "response.failed"]
-    assert events[-1]["response"]["output"][0]["content"] == []
+    (message,) = events[-1]["response"]["output"]
+    assert (message["status"], message["content"][0]["text"]) == ("incomplete", "one two")
 
 
 def test_errors_have_openais_shape_and_name_the_field(shared_gateway: RunningGateway) -> None:

@@ -74,7 +74,7 @@ def test_other_wires_list_these_fields_by_their_own_names(
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_worker_gets_the_allowed_tools_alone(served: Served, mode: str) -> None:
+def test_a_worker_gets_all_tools_and_the_choice_among_them(served: Served, mode: str) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "go", "stop")]
 
     def ask(**allowed: Any) -> Any:
@@ -83,7 +83,9 @@ def test_a_worker_gets_the_allowed_tools_alone(served: Served, mode: str) -> Non
 
     assert ask(mode=mode, tools=[tools[2], tools[0]]).status_code == 200
     sent = served.worker.requests[-1].body
-    assert (sent["tools"], sent["tool_choice"]) == ([tools[0], tools[2]], mode)
+    chosen = {"mode": mode, "tools": [tools[2], tools[0]]}
+    assert sent["tools"] == tools, "other allowed tools change no prompt, which so stays cached"
+    assert sent["tool_choice"] == {"type": "allowed_tools", "allowed_tools": chosen}
     unknown = ask(mode=mode, tools=[{"type": "function", "function": {"name": "fly"}}])
     assert unknown.status_code == 400
     assert unknown.json()["error"]["param"] == "tool_choice.allowed_tools.tools[0]"
