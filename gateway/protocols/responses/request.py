@@ -23,9 +23,10 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat
+from gateway.protocols.translation import Chat, own_name
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
+from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.fields import CACHE_SALT, FieldError, Fields
 from paceline.request.profile import REASONING_EFFORTS
@@ -35,15 +36,14 @@ Item = Mapping[str, Any]
 _SAME_FIELDS = ("model", "temperature", "top_p", "stream", CACHE_SALT)
 _IGNORED_FIELDS = frozenset(
     "user safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
-    "service_tier client_metadata stream_options context_management image access_programs "
-    "max_tool_calls".split()
+    "service_tier client_metadata stream_options context_management image access_programs".split()
 )
-"""They choose among OpenAI's services, or limit tools that run on its servers."""
+"""They choose among OpenAI's services."""
 _REFUSED_FIELDS = frozenset(("prompt", "moderation"))
 FIELDS = _IGNORED_FIELDS.union(
     _SAME_FIELDS,
     _REFUSED_FIELDS,
-    "background conversation include input instructions max_output_tokens metadata "
+    "background conversation include input instructions max_output_tokens max_tool_calls metadata "
     "parallel_tool_calls previous_response_id reasoning store text tool_choice tools "
     "top_logprobs truncation".split(),
 )
@@ -60,6 +60,8 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _OF_CLIENTS = ("_output", "_response")
 """How the types of those items end that clients make, besides messages."""
 _FORMATS = ("text", "json_object", "json_schema")
+UNNAMED = "answer"
+"""The name of a schema without one."""
 _VALUES = {
     "truncation": ("auto", "disabled"),
     "reasoning.effort": REASONING_EFFORTS,
@@ -72,6 +74,7 @@ _BETWEEN_TEXTS = "\n\n"
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tools.function.strict": "tools.strict",
     TOOL_GRAMMARS: "tools.format",
@@ -127,10 +130,7 @@ class ResponsesChat(Chat):
             grammar_field = f"{TOOL_GRAMMARS}.{function}"
             if name == grammar_field or name.startswith(f"{grammar_field}."):
                 return grammar.place + name[len(grammar_field) :]
-        for chat_name, own_name in _CHAT_NAMES.items():
-            if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
-                return own_name
-        return name
+        return "input" if name.startswith("messages[") else own_name(name, _CHAT_NAMES)
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
@@ -156,7 +156,10 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
             raise must(place, f"be one of {values}")
     previous_id, conversation_id = _previous_of(body)
     include = _include_of(body)
-    items = tuple(read_items(body.get("input"), "input"))
+    given = body.get("input")
+    if given is None and (previous_id or conversation_id):
+        given = []  # the model goes on from what is kept
+    items = tuple(read_items(given, "input"))
     store = fields.choice("store") is not False
     background = fields.flag("background")
     if background and not store:
@@ -182,8 +185,11 @@ def read_items(given: Any, where: str) -> Iterator[Item]:
     if not isinstance(given, list) or len(given) > ITEMS_LIMIT:
         raise must(where, f"be a string or a list of at most {ITEMS_LIMIT} items")
     for index, item in enumerate(given):
-        if isinstance(item, Mapping) and item.get("type") is None and "role" in item:
-            yield {"type": "message", **{k: v for k, v in item.items() if k != "type"}}
+        untyped = isinstance(item, Mapping) and item.get("type") is None
+        if untyped and "role" in item:
+            yield {**item, "type": "message"}
+        elif untyped and item.keys() - {"type"} == {"id"}:
+            yield {**item, "type": _REFERENCE}
         else:
             kind_of(item, f"{where}[{index}]")
             yield item
@@ -227,7 +233,7 @@ def to_chat(
     return ResponsesChat(
         chat,
         messages.places,
-        [tool.place for tool in tools.allowed.values()],
+        [tool.place for tool in tools.by_name.values()],
         tools.left_out,
         tuple(messages.replaced),
         {name: tool.grammar for name, tool in tools.by_name.items() if tool.grammar},
@@ -448,20 +454,19 @@ def _text(item: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _tools_of(request: ResponsesRequest) -> Json:
-    allowed, choice = request.tools.allowed, request.tools.choice
-    if not allowed:
+    tools, choice = request.tools.by_name, request.tools.choice
+    if not tools:
         return {}
-    chosen: Json = {"tools": [tool.function for tool in allowed.values()]}
+    chosen: Json = {"tools": [tool.function for tool in tools.values()]}
     if choice is not None:
         chosen["tool_choice"] = choice
-    if grammars := {name: tool.grammar for name, tool in allowed.items() if tool.grammar}:
+    if grammars := {name: tool.grammar for name, tool in tools.items() if tool.grammar}:
         chosen[TOOL_GRAMMARS] = {
             name: {"syntax": grammar.syntax, "definition": grammar.definition}
             for name, grammar in grammars.items()
         }
-    if request.body.get("parallel_tool_calls") is not None:
-        chosen["parallel_tool_calls"] = request.body["parallel_tool_calls"]
-    return chosen
+    limits = {name: request.body.get(name) for name in ("parallel_tool_calls", MAX_TOOL_CALLS)}
+    return chosen | {name: value for name, value in limits.items() if value is not None}
 
 
 def _text_of(text: Mapping[str, Any]) -> Json:
@@ -473,7 +478,7 @@ def _text_of(text: Mapping[str, Any]) -> Json:
         return {} if kind == "text" else {"response_format": {"type": kind}}
     if not isinstance(form.get("schema"), Mapping):
         raise must("text.format.schema", "be a JSON Schema")
-    schema = {"name": form.get("name") or "answer", "schema": form["schema"]}
+    schema = {"name": form.get("name") or UNNAMED, "schema": form["schema"]}
     schema |= {name: form[name] for name in ("strict", "description") if form.get(name) is not None}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
