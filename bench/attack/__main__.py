@@ -3,10 +3,10 @@
 `python -m bench.attack --seconds 600 --seed 7` starts a gateway with Redis and keys, a worker with
 the demo model and a worker that lies, and attacks them beside a neighbour, who asks small things
 at a fixed pace: raw HTTP at both ports, floods of single connections, pages of other sites, lying
-and late answers, lying reports, hostile bodies and header values, slow clients, abuse of keys and
-budgets, costly grammars, large bodies, huge prompts, and folders that others have prepared. Then it
-compares the sums of all that was counted, kills each part under load, and fills a disk. The seed
-makes every random choice; `--only NAME` plays one kind.
+and late answers, lying reports, hostile bodies and header values, slow clients, abuse of budgets,
+costly grammars, large bodies and huge prompts. Then it compares the sums of all that was counted,
+kills each part under load, and fills a disk. The seed makes every random choice; `--only NAME`
+plays one kind.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from bench.attack.floods import Floods
 from bench.attack.front import Front
 from bench.attack.full_disk import FullDisk
 from bench.attack.header_values import HeaderValues
-from bench.attack.key_abuse import KeyAbuse
 from bench.attack.kills import Kills
 from bench.attack.large_bodies import HugePrompts, LargeBodies
 from bench.attack.lying_workers import EarlyHeads, LyingAnswers, LyingReports
 from bench.attack.neighbour import Neighbourhood
 from bench.attack.origins import Origins
-from bench.attack.planted_folders import PlantedFolders
 from bench.attack.raw_http import RawHttp
 from bench.attack.slow import SlowClients
 from bench.attack.stack import JEMALLOC, running_target
@@ -49,8 +47,7 @@ from gateway.event_loop import run
 
 _AT_TARGET: Final[tuple[type[Attack], ...]] = (
     *(RawHttp, Floods, Origins, LyingAnswers, EarlyHeads, LyingReports, HostileBodies, WireFormats),
-    *(SlowClients, KeyAbuse, Budgets, HeaderValues, PlantedFolders, CostlyGrammars),
-    *(LargeBodies, HugePrompts),
+    *(SlowClients, Budgets, HeaderValues, CostlyGrammars, LargeBodies, HugePrompts),
 )
 _OF_THEIR_OWN: Final[tuple[type[Attack], ...]] = (Kills, FullDisk, Front)
 """Attacks that start processes of their own, because they kill them or fill their disk."""

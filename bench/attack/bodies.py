@@ -60,53 +60,46 @@ _SCHEMA: Final = {
 }
 _TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}
 _CALL: Final = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def _part(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def _said(role: str, *parts: Any) -> dict[str, Any]:
+    return {"role": role, "content": [*parts]}
+
+
 _USER: Final = {"role": "user", "content": "Hi"}
+_TEXT: Final = _part("text", text="Hi")
+_BASE64: Final = _part("base64", media_type="image/png", data=_PNG.partition(",")[2])
 _MESSAGE: Final[Any] = {
     "max_tokens": 2,
-    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "system": [_part("text", text="Be brief.", cache_control=_part("ephemeral"))],
     "messages": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "Hi"},
-                {"type": "document", "source": {"type": "text", "data": "one"}},
-            ],
-        },
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
-                {"type": "tool_use", "id": "call00001", "name": "f", "input": {"a": "1"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "call00001",
-                    "is_error": False,
-                    "content": [{"type": "text", "text": "one"}],
-                }
-            ],
-        },
+        _said("user", _TEXT, _part("document", source=_part("text", data="one"))),
+        _said(
+            "assistant",
+            _part("thinking", thinking="Hm.", signature="x"),
+            _part("tool_use", id="call00001", name="f", input={"a": "1"}),
+        ),
+        _said(
+            "user",
+            _part("tool_result", tool_use_id="call00001", is_error=False, content=[_TEXT]),
+        ),
     ],
     "tools": [{"name": "f", "description": "d", "input_schema": _SCHEMA, "strict": True}],
-    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-    "thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"},
+    "tool_choice": _part("auto", disable_parallel_tool_use=True),
+    "thinking": _part("enabled", budget_tokens=5, display="omitted"),
     "output_config": {"effort": "low"},
     "stop_sequences": ["x"],
     "temperature": 1,
     "metadata": {"user_id": "x"},
 }
-_BASE64: Final = {"type": "base64", "media_type": "image/png", "data": _PNG.partition(",")[2]}
 _BODIES: Final[Mapping[str, list[Any]]] = {
     MESSAGES: [
         _MESSAGE,
-        {
-            "max_tokens": 2,
-            "messages": [{"role": "user", "content": [{"type": "image", "source": _BASE64}]}],
-        },
+        {"max_tokens": 2, "messages": [_said("user", _part("image", source=_BASE64))]},
     ],
     COUNT_TOKENS: [_MESSAGE],
     RESPONSES: [
@@ -114,14 +107,14 @@ _BODIES: Final[Mapping[str, list[Any]]] = {
             "max_output_tokens": 2,
             "instructions": "Be brief.",
             "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "one"},
-                {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+                _said("user", _part("input_text", text="Hi")),
+                _part("function_call", call_id="c", name="f", arguments="{}"),
+                _part("function_call_output", call_id="c", output="one"),
+                _part("reasoning", id="rs_1", summary=[], encrypted_content="x"),
             ],
-            "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA, "strict": True}],
+            "tools": [_part("function", name="f", parameters=_SCHEMA, strict=True)],
             "tool_choice": "auto",
-            "text": {"format": {"type": "text"}, "verbosity": "low"},
+            "text": {"format": _part("text"), "verbosity": "low"},
             "reasoning": {"effort": "low", "summary": "auto"},
             "include": ["reasoning.encrypted_content"],
             "previous_response_id": None,
@@ -140,22 +133,13 @@ _BODIES: Final[Mapping[str, list[Any]]] = {
         {
             "max_tokens": 4,
             "messages": [_USER],
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "s", "schema": _SCHEMA},
-            },
+            "response_format": _part("json_schema", json_schema={"name": "s", "schema": _SCHEMA}),
         },
         {
             "max_tokens": 2,
             "messages": [
                 {"role": "system", "content": "Be brief."},
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "Hi"},
-                        {"type": "image_url", "image_url": {"url": _PNG}},
-                    ],
-                },
+                _said("user", _TEXT, _part("image_url", image_url={"url": _PNG})),
                 {"role": "assistant", "content": None, "tool_calls": [_CALL]},
                 {"role": "tool", "tool_call_id": "c", "content": "one"},
             ],
@@ -236,6 +220,8 @@ class HostileBodies(Attack):
 
     async def prepare(self) -> None:
         """Send wide bodies at the same time: what they take is the peak of both processes."""
+        if self.tally.inputs:  # once, in the first turn
+            return
         bodies = [_wide(self.rng) for _ in range(_WARM_UP)]
         for worker in (False, True):
             await asyncio.gather(*(self._send(body, EXPLAIN, worker) for body in bodies))

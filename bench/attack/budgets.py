@@ -20,7 +20,6 @@ from bench.attack.http_client import (
     encode,
     prompt_fields,
 )
-from bench.attack.key_abuse import random_text
 from bench.attack.neighbour import MODEL
 from bench.harness.parts import JOIN_TOKEN
 
@@ -32,7 +31,12 @@ _REQUESTS: Final = 60
 _SETTLED_S: Final = 20.0
 _IN_FLIGHT: Final = 100
 """Tokens of the neighbour's requests that the worker has counted and the gateway has not."""
+_WORDS: Final = "the of and to a in is it you that he was for on are with as his they".split()
 _GRAMMAR: Final = "start: s\ns: s s | A\nA: /[a-z ]/"
+
+
+def random_text(chance: Random, words: int) -> str:
+    return " ".join(chance.choices(_WORDS, k=words))
 
 
 def _chat(chance: Random, path: str = CHAT, **fields: Any) -> dict[str, Any]:

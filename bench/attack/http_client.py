@@ -107,14 +107,6 @@ class Answer:
         cached = sum(usage.get(name, 0) for name in apart)
         return usage["input_tokens"] + cached, usage["output_tokens"]
 
-    def cached_tokens(self) -> int:
-        """Return the tokens of a prompt that came from a cache, in the words of any format."""
-        usage = self.json()["usage"]
-        for name in ("prompt_tokens_details", "input_tokens_details"):
-            if details := usage.get(name):
-                return int(details["cached_tokens"])
-        return int(usage.get("cache_read_input_tokens", 0))
-
 
 def _reject(name: str) -> None:
     raise ValueError(f"{name} is no JSON")

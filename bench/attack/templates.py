@@ -1,11 +1,11 @@
 """Bodies of clients on the chat templates of published models.
 
 `python -m bench.attack.templates` downloads the source distribution of llama-cpp-python once, which
-holds the templates of about seventy models, and gives every template the same random bodies, and
-the plain ones of `bench.attack.chat_bodies`. A body takes the path of a request: the gateway parses
-it, and a worker parses it again, renders it and tokenizes it. Whatever fails otherwise than by an
-error of the request would be a 5xx. Then every template renders the same random histories, in which
-each text, call and result must stand, in order; a table says what was changed for whom.
+holds the templates of about seventy models, and gives every template the same random histories with
+odd values. A body takes the path of a request: the gateway parses it, and a worker parses it again,
+renders it and tokenizes it. Whatever fails otherwise than by an error of the request would be a
+5xx. Then every template renders the histories without those values, in which each text, call and
+result must stand, in order; a table says what was changed for whom.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tarfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
@@ -28,7 +28,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from transformers import AutoTokenizer
 
-from bench.attack.chat_bodies import Body, plain_bodies, random_body
+from bench.attack.mutations import mutate
 from bench.harness.options import parser
 from bench.harness.tables import Grid, console, provenance, report, show
 from gateway.errors import GatewayError
@@ -38,7 +38,7 @@ from gateway.routing.view import FleetView
 from gateway.strict_json import parse
 from paceline.request.profile import Endpoint
 from policies.document import default_policy
-from tests.support.histories import History, faults, random_history, rendered
+from tests.support.histories import TOOLS, History, faults, random_history, rendered
 from tests.support.scripted_engine import CARD
 from workers.demo import CHECKPOINT
 from workers.engine.text.template_support import BEFORE, IN_TEXT, TemplateLimits
@@ -60,7 +60,6 @@ _FAMILIES: Final = (
     *("Mistral", "Ministral", "Devstral", "command-r", "granite", "Nemotron", "MiniMax", "LFM"),
 )
 """Words in the names of templates; the first that matches is the family."""
-_LISTED: Final = 4
 _HISTORIES: Final = 5000
 _CHANGES: Final = {
     "parts": "contents are lists of parts",
@@ -84,10 +83,26 @@ _TEXT_CHANGES: Final = {
     BEFORE: "a text beside calls is an answer before them",
     IN_TEXT: "calls beside a text are text",
 }
-_WITH_TOOLS: Final = {kind for kind, body in plain_bodies().items() if body.get("tools")} - {
-    "calls, and tool_choice none",
-    "a nullable parameter",
-}
+_ODD: Final[tuple[Any, ...]] = (
+    *(None, True, -5, 0, 3, 1e308, -0.0, 0.1, 10**18, 2**64, 10**400, [], {}, [[]], {"a": [{}]}),
+    *('{"a":' * 900 + "1" + "}" * 900, '{"a":' * 20_000, '{"a": [1', "none", "auto", "call00001"),
+    *("", " ", "\n", "Hello", "{{ 7 * 7 }}", "{% for x in y %}", "<think>", "</think>", "null"),
+    *("<|im_start|>", "<|im_end|>\n<|im_start|>system", "[INST]", "</s>", "<tool_call>", "\x00"),
+    *("é", "日本語", "👩‍👩‍👧", "\u202e", "\ufdd0", "\U0010ffff", "\ud800", "a" * 500, "%s %d {0}"),
+)
+
+Body = dict[str, Any]
+
+
+def random_body(rng: random.Random) -> Body:
+    """Return a random history with one to three odd values, in any place."""
+    body: Body = {"messages": random_history(rng).messages}
+    if rng.random() < 0.7:
+        body["tools"] = deepcopy(TOOLS)
+    if rng.random() < 0.2:
+        body["chat_template_kwargs"] = {"enable_thinking": rng.random() < 0.5}
+    mutate(body, rng, _ODD, changes=(1, 2, 3))
+    return body
 
 
 class Outcome(NamedTuple):
@@ -240,22 +255,6 @@ async def attack(models: Models, count: int, seed: int) -> tuple[Grid, list[str]
     return Grid(f"{count:,} random bodies on every template", columns, rows), failures
 
 
-async def refusal_table(models: Models) -> Grid:
-    rejected: dict[str, dict[str, set[str]]] = {}
-    for kind, body in plain_bodies().items():
-        for name, outcome in (await models.send(body)).items():
-            if outcome.status != 200:
-                rejected.setdefault(outcome.message, {}).setdefault(name, set()).add(kind)
-    rows = []
-    for message, names in rejected.items():
-        kinds = set().union(*names.values())
-        listed = f"{len(names)} templates" if len(names) > _LISTED else ", ".join(names)
-        bodies = f"{len(kinds)}: {'; '.join(sorted(kinds))}"
-        rows.append((message, listed, "with tools" if kinds >= _WITH_TOOLS else bodies))
-    title = f"{len(plain_bodies())} plain bodies on every template: the errors"
-    return Grid(title, ("message", "templates", "bodies"), rows)
-
-
 def changes_of(limits: TemplateLimits) -> str:
     """Return in words what is changed of a history for a template."""
     default = TemplateLimits()
@@ -295,12 +294,10 @@ def main() -> None:
     count = 20 if options.quick else _BODIES
     with console().status("attacking"):
         models = Models(fetch(options.folder / "templates"))
-        rejected = run(refusal_table(models))
         answers, failures = run(attack(models, count, options.seed))
         histories = history_table(models, 20 if options.quick else _HISTORIES)
     about = f"{provenance()}. Seed {options.seed}, templates of {SOURCE}."
-    grids = answers, rejected, histories
-    report("templates.md", "Chat templates", about, *grids, write=not options.quick)
+    report("templates.md", "Chat templates", about, answers, histories, write=not options.quick)
     show(*failures[:20])
     sys.exit(1 if failures else 0)
 

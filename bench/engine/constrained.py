@@ -16,10 +16,10 @@ from typing import Any, Final
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, report
 from paceline.request.constraint import Constraint, ConstraintKind
-from paceline.request.profile import Sampling
+from tests.support.engine_answers import generation_for
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
-from workers.engine.types import Delta, EngineSettings, Finished, Generation, LaneName, Prompt
+from workers.engine.types import Delta, EngineSettings, Finished
 
 REPETITIONS: Final = 9
 FLAGS: Final[dict[str, Any]] = {f"field_number_{at}": {"type": "boolean"} for at in range(8)}
@@ -38,18 +38,10 @@ RECORD: Final = Constraint(
 
 async def speed(engine: Engine, rows: int, constraint: Constraint | None, k: int | None) -> float:
     """Return the tokens per second of all rows together, from the first text of each on."""
-    text = engine.prompts.chat([{"role": "user", "content": "Count from 1 to 40."}])
+    fields = {"max_tokens": 128, "draft_tokens": k, "constraint": constraint}
+    generation = generation_for(engine, "Count from 1 to 40.", **fields)
 
     async def answer() -> float:
-        generation = Generation(
-            request_id="bench",
-            lane=LaneName.TEXT_MTP,
-            prompt=Prompt(text=text),
-            sampling=Sampling(temperature=0),
-            max_tokens=128,
-            draft_tokens=k,
-            constraint=constraint,
-        )
         first_s, first_tokens = 0.0, 0
         async for event in engine.generate(generation):
             if isinstance(event, Delta) and not first_tokens:

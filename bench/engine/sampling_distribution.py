@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from math import erfc, pi, sqrt
 from typing import Final
@@ -24,9 +23,10 @@ from bench.harness.options import parser
 from bench.harness.tables import Grid, provenance, report
 from paceline.protocol import Speculation
 from paceline.request.profile import Sampling
+from tests.support.engine_answers import answer
 from tools.demo_model.world import SYSTEM_OPENINGS
 from workers.engine.engine import Engine
-from workers.engine.types import Delta, EngineSettings, Finished, Generation, LaneName, Prompt
+from workers.engine.types import EngineSettings, LaneName, Prompt
 
 TOKENS: Final = 7
 TOP_K: Final = 4
@@ -119,21 +119,15 @@ class Sampler:
         return texts
 
     async def _draw_one(self, seed: int, temperature: float, draft_tokens: int) -> str:
-        generation = Generation(
-            request_id=f"draw-{seed}",
-            lane=LaneName.TEXT_MTP,
+        text, end = await answer(
+            self._engine,
+            "",
             prompt=self._prompt,
             sampling=Sampling(temperature=temperature, top_k=TOP_K, seed=seed),
             max_tokens=TOKENS,
             draft_tokens=draft_tokens,
         )
-        text = ""
-        async with aclosing(self._engine.generate(generation)) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    text += event.text
-                elif isinstance(event, Finished):
-                    self.speculation += event.speculation
+        self.speculation += end.speculation
         return text
 
 

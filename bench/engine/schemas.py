@@ -20,19 +20,11 @@ from bench.harness.options import parser
 from bench.harness.tables import Grid, report, show
 from paceline.request.constraint import Constraint, ConstraintKind
 from paceline.request.profile import Sampling
+from tests.support.engine_answers import answer
 from tests.support.schemas import Schema, keywords, schemas
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
-from workers.engine.types import (
-    Delta,
-    EngineSettings,
-    Finished,
-    FinishReason,
-    Generation,
-    InvalidGeneration,
-    LaneName,
-    Prompt,
-)
+from workers.engine.types import EngineSettings, FinishReason, InvalidGeneration
 
 MAX_TOKENS = 512
 PENALTY = 1.0
@@ -61,29 +53,20 @@ def draw_schemas(count: int) -> list[Schema]:
 
 async def ask(engine: Engine, index: int, schema: Schema, max_tokens: int) -> tuple[str, str]:
     """Return the outcome (`valid`, `length`, `refused`, `invalid`, `not JSON`) and its detail."""
-    text = ""
-    generation = Generation(
-        request_id=str(index),
-        lane=LaneName.TEXT_MTP,
-        prompt=Prompt(
-            text=engine.prompts.chat([{"role": "user", "content": QUESTIONS[index % 4]}])
-        ),
-        # The penalty lets most answers of the demo model end, which else repeats itself.
-        sampling=Sampling(temperature=index // 4 % 2, seed=index, frequency_penalty=PENALTY),
-        max_tokens=max_tokens,
-        draft_tokens=None if index // 8 % 2 else 2,
-        constraint=Constraint(ConstraintKind.JSON, schema, "response_format"),
-    )
     try:
-        async for event in engine.generate(generation):
-            if isinstance(event, Delta):
-                text += event.text
-            elif isinstance(event, Finished) and event.reason is FinishReason.LENGTH:
-                return "length", text
+        text, end = await answer(
+            engine,
+            QUESTIONS[index % 4],
+            # The penalty lets most answers of the demo model end, which else repeats itself.
+            sampling=Sampling(temperature=index // 4 % 2, seed=index, frequency_penalty=PENALTY),
+            max_tokens=max_tokens,
+            draft_tokens=None if index // 8 % 2 else 2,
+            constraint=Constraint(ConstraintKind.JSON, schema, "response_format"),
+        )
     except InvalidGeneration as error:
         named = re.search("'(.+?)'", error.message)
         return "refused", named[1] if named else error.message
-    return check(schema, text)
+    return ("length", text) if end.reason is FinishReason.LENGTH else check(schema, text)
 
 
 def check(schema: Schema, text: str) -> tuple[str, str]:

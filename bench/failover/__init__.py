@@ -1,1 +1,1 @@
-"""Benchmark of streams that go on at another worker: kills, cuts and the price."""
+"""Benchmark of streams that go on at another worker: kills, cuts and silences."""

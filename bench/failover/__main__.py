@@ -1,10 +1,10 @@
-"""Streams that go on at another worker: workers killed, asleep and cut off, and the price.
+"""Streams that go on at another worker: workers killed, asleep and cut off.
 
 `python -m bench.failover` kills real workers with the demo model while they stream, cuts their
 connections at chosen bytes by a proxy, stops their processes as sleep does, cuts their links in a
 network namespace (as root on Linux), and kills one of two gateways behind nginx. Each stream must
 equal the one without a failure: its texts, ids, usage and draft counts. It also measures the first
-token after a kill beside the survivor's own, and what the gateway pays while nobody dies.
+token after a kill beside the survivor's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,18 +27,12 @@ from bench.failover import failures
 from bench.failover.failures import Advance, Seen
 from bench.failover.gateways import kill_gateways
 from bench.failover.streams import Comparison
-from bench.gateway import backend
-from bench.gateway.contenders import OURS, running_backend, running_gateway
-from bench.gateway.load import send_staggered
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.options import CACHE, parser
-from bench.harness.process_cost import cpu_s
+from bench.harness.options import parser
 from bench.harness.tables import MISSING, RESULTS, Grid, provenance, show, write_page
 
 _KEPT: Final = RESULTS / "failover.json"
 """The last result of each part, since the parts may run at different times."""
-_STREAMS: Final = 50
-_ROUNDS: Final = 3
 
 
 @dataclass(slots=True)
@@ -126,44 +119,6 @@ async def _gateways(size: int, home: Path, advance: Advance) -> Part:
     return part
 
 
-async def _price(size: int, _home: Path, advance: Advance) -> Part:
-    """Measure the CPU time of our gateway per event of paced streams while nobody dies.
-
-    Two gateways take turns in front of the same worker. To one it tells its tokens, to the other,
-    which has no fingerprint of the model, not.
-    """
-    samples: dict[str, list[float]] = {"": [], backend.FINGERPRINT: []}
-    async with AsyncExitStack() as stack:
-        worker_port = await stack.enter_async_context(running_backend())
-        gateways = [
-            (
-                await stack.enter_async_context(running_gateway(OURS, CACHE, worker_port, one)),
-                samples[one],
-            )
-            for one in samples
-        ]
-        for turn in range(size + 1):
-            for gateway, kept in gateways if turn % 2 else reversed(gateways):
-                before_s = cpu_s(gateway.process_id)
-                answers = await send_staggered(gateway.port, streams=_STREAMS, rounds=_ROUNDS)
-                used_s = cpu_s(gateway.process_id) - before_s
-                if turn:  # the first one warms up
-                    kept.append(used_s / len(answers) / backend.EVENTS)
-            if turn:
-                advance()
-    without, told = (median(values) * 1e6 for values in samples.values())
-    part = Part()
-    name = "CPU of the gateway per event of paced streams, no tokens told"
-    part.add(name, f"{without:.1f} us")
-    part.add(
-        f"the same with tokens told, medians of {size} in turns",
-        f"{told:.1f} us ({told / without - 1:+.1%})",
-        "<= +10%",
-        met=told <= 1.1 * without,
-    )
-    return part
-
-
 Measure = Callable[[int, Path, Advance], Coroutine[Any, Any, Part]]
 _ASLEEP: Final = partial(_silence, "workers asleep (SIGSTOP)", failures.sleeping_workers)
 _CUT_OFF: Final = partial(_silence, "links cut (network namespace)", failures.cut_links)
@@ -173,7 +128,6 @@ PARTS: Final[Mapping[str, tuple[str, int, int, Measure]]] = {
     "sleeps": ("silences", 3, 1, _ASLEEP),
     "links": ("silences", 3, 1, _CUT_OFF),
     "gateways": ("gateways", 4, 1, _gateways),
-    "price": ("turns", 9, 1, _price),
 }
 """The option of the size of each part, the size in a whole and in a quick run, and the part."""
 

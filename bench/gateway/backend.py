@@ -76,17 +76,16 @@ _STREAM: Final = _stream()
 _TOLD_STREAM: Final = _stream(TOKENS_LINE + b"0 15164\n")
 """As a worker of Paceline sends it to a gateway that asks for the tokens."""
 EVENTS: Final = len(_STREAM)
-FINGERPRINT: Final = "b0"
 
 
-def report(url: str, fingerprint: str = FINGERPRINT) -> WorkerReport:
+def report(url: str) -> WorkerReport:
     lanes = tuple(LaneReport(name=name, slots=_SLOTS) for name in ("text-mtp", "vlm"))
     return WorkerReport(
         worker_id=MODEL,
         boot_id="1",
         url=url,
         model=MODEL,
-        fingerprint=fingerprint,
+        fingerprint="b0",  # of a model: else no stream goes on at another worker
         context_tokens=4096,
         lanes=lanes,
     )

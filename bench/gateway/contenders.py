@@ -100,16 +100,13 @@ async def running_backend() -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def running_gateway(
-    contender: Contender, folder: Path, worker_port: int, fingerprint: str = backend.FINGERPRINT
+    contender: Contender, folder: Path, worker_port: int
 ) -> AsyncIterator[Server]:
-    """Run a gateway with a new home folder; raise `PeerUnavailable` if it does not start.
-
-    Without the `fingerprint` of a model our gateway lets no stream go on at another worker.
-    """
+    """Run a gateway with a new home folder; raise `PeerUnavailable` if it does not start."""
     port = free_port()
     beating = None
     if contender is OURS:
-        beating = asyncio.create_task(_send_heartbeats(port, worker_port, fingerprint))
+        beating = asyncio.create_task(_send_heartbeats(port, worker_port))
     try:
         async with running(
             contender,
@@ -136,8 +133,8 @@ async def running_ours(folder: Path) -> AsyncIterator[Server]:
         yield gateway
 
 
-async def _send_heartbeats(port: int, worker_port: int, fingerprint: str) -> None:
-    worker = backend.report(f"http://127.0.0.1:{worker_port}", fingerprint)
+async def _send_heartbeats(port: int, worker_port: int) -> None:
+    worker = backend.report(f"http://127.0.0.1:{worker_port}")
     path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
     headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
     async with httpx.AsyncClient(headers=headers) as client:

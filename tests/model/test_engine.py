@@ -2,21 +2,21 @@
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from paceline.request.profile import Sampling
+from tests.support.engine_answers import collect, generation_for
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.types import (
-    Delta,
     EngineBusy,
     EngineSettings,
     EngineStopped,
-    Event,
     Finished,
     FinishReason,
     Generation,
@@ -33,22 +33,8 @@ ENDLESS = Sampling(
 )
 
 
-def make_generation(engine: Engine, question: str = "Hello", **changes: object) -> Generation:
-    prompt = Prompt(text=engine.prompts.chat([{"role": "user", "content": question}]))
-    fields: dict[str, object] = {
-        "request_id": "test",
-        "lane": LaneName.TEXT_MTP,
-        "prompt": prompt,
-        "sampling": GREEDY,
-        "max_tokens": 40,
-    }
-    return Generation(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-async def collect(engine: Engine, generation: Generation) -> tuple[str, Finished]:
-    events: list[Event] = [event async for event in engine.generate(generation)]
-    assert isinstance(events[-1], Finished)
-    return "".join(event.text for event in events if isinstance(event, Delta)), events[-1]
+def make_generation(engine: Engine, question: str = "Hello", **changes: Any) -> Generation:
+    return generation_for(engine, question, **{"max_tokens": 40, **changes})
 
 
 async def test_concurrent_answers_equal_single_answers_in_both_lanes(engine: Engine) -> None:

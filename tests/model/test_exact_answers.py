@@ -3,10 +3,12 @@
 import asyncio
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from paceline.request.profile import Sampling
+from tests.support.engine_answers import generation_for
 from tests.support.engine_lane import run_until_idle
 from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.engine.engine import Engine
@@ -41,17 +43,9 @@ class Bits:
     drafted: int
 
 
-def generation(engine: Engine, question: str, **changes: object) -> Generation:
-    fields: dict[str, object] = {
-        "request_id": "exact",
-        "lane": LaneName.VLM,
-        "prompt": Prompt(text=engine.prompts.chat([{"role": "user", "content": question}])),
-        "sampling": GREEDY,
-        "max_tokens": 12,
-        "top_logprobs": 5,
-        "exact": True,
-    }
-    return Generation(**{**fields, **changes})  # type: ignore[arg-type]
+def generation(engine: Engine, question: str, **changes: Any) -> Generation:
+    fields = {"lane": LaneName.VLM, "max_tokens": 12, "top_logprobs": 5, "exact": True, **changes}
+    return generation_for(engine, question, **fields)
 
 
 async def bits(engine: Engine, wanted: Generation) -> Bits:

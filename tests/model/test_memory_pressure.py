@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,7 @@ import mlx.core as mx
 import pytest
 
 from paceline.lifecycle import TRIM_INTERVAL_S
-from paceline.request.profile import Sampling
-from tests.model.test_engine import collect, make_generation
+from tests.support.engine_answers import collect, generation_for
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
 from workers.engine.decode.memory_pressure import MemoryMonitor, MemoryReading
@@ -20,7 +20,7 @@ from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.lane.thread import EngineThread
 from workers.engine.model.device import limit_freed_buffers, limit_memory, memory_limit_bytes
 from workers.engine.prefix.cache import PrefixCache
-from workers.engine.types import Finished, GenerationFailed, MemoryShort
+from workers.engine.types import Finished, GenerationFailed, MemoryShort, Prompt
 
 QUESTIONS = [
     "Count from 1 to 20.",
@@ -252,11 +252,9 @@ async def test_requests_are_refused_from_95_percent_on_and_an_idle_engine_gives_
     monkeypatch.setattr(engine, "monitor", memory.monitor)
     monkeypatch.setattr(engine.admission, "monitor", memory.monitor)
     prompt = [{"role": "system", "content": "You are a clerk of few words. " * 12}]
-    question = [*prompt, {"role": "user", "content": "Hello"}]
-    generation = make_generation(engine, sampling=Sampling(temperature=0))
-    text = engine.prompts.chat(question)
-    with_system = make_generation(engine, prompt=type(generation.prompt)(text=text))
-    await collect(engine, with_system)
+    text = engine.prompts.chat([*prompt, {"role": "user", "content": "Hello"}])
+    generation = generation_for(engine, "Hello", max_tokens=40)
+    await collect(engine, replace(generation, prompt=Prompt(text=text)))
     assert engine.prefix_cache.size_bytes > 0
 
     memory.share = 0.96
