@@ -14,7 +14,6 @@ from gateway.protocols.base import choice_of, encode_event, object_in, object_sc
 from gateway.protocols.documents import pdfs_in
 from gateway.protocols.openai import InspectionContext
 from gateway.protocols.responses.request import (
-    FIELDS,
     Item,
     ResponsesRequest,
     read_request,
@@ -27,13 +26,14 @@ from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_json
 from gateway.types import Header, Inspected, Json
 from paceline.request.fields import FieldError
+from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, NEUTRAL, Wire
 
 RESPONSES_PATH = "/v1/responses"
 _REASONING = b"reasoning"
 
 SCHEMA = object_schema(
     "model input",
-    *FIELDS,
+    *HONOURED[Wire.RESPONSES].union(IGNORED, IGNORED_ON[Wire.RESPONSES], NEUTRAL),
     model={"type": "string", "minLength": 1},
     input=["string", "array"],
     instructions=["string", "null"],
@@ -83,7 +83,7 @@ class ResponsesFormat(TranslatingFormat):
         chat = to_chat(request, self._unseal, self.history, reading)
         if request.background:
             chat.body["stream"] = True  # so that its events can be followed
-        inspected = self._inspect_chat(chat, context, request.ignored)
+        inspected = self._inspect_chat(chat, context)
         self._builder = ResponseBuilder(
             request,
             self.response_id,
@@ -91,6 +91,7 @@ class ResponsesFormat(TranslatingFormat):
             inspected.profile.sampling,
             seal=self._seal,
             now_s=self._now_s,
+            metrics=inspected.profile.metrics,
         )
         return inspected
 

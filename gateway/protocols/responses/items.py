@@ -10,7 +10,7 @@ from gateway.types import Json
 _OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
 _WITH_STATUS = _OUTPUTS | {"message", "function_call", "tool_search_call", "tool_search_output"}
 
-_FIELDS = {
+ITEM_FIELDS = {
     "message": "role content phase".split(),
     "reasoning": "summary content encrypted_content".split(),
     "function_call": "call_id namespace name arguments".split(),
@@ -28,7 +28,7 @@ _PART_FIELDS = frozenset(
 
 def known_fields(item: Mapping[str, Any]) -> Json:
     """Return an item without its id and without the fields that nothing reads."""
-    names = ("type", "status", *_FIELDS.get(item["type"], ("call_id",)))
+    names = ("type", "status", *ITEM_FIELDS.get(item["type"], ("call_id",)))
     known = {name: item[name] for name in names if name in item}
     for name in ("content", "output", "summary"):
         if isinstance(parts := known.get(name), list):

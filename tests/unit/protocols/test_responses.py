@@ -299,7 +299,7 @@ def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
     assert sent["parallel_tool_calls"] is False
     exchange = wire(**fields)
     assert exchange.request is not None
-    assert exchange.request.ignored == ("tools[3]:web_search",)
+    assert exchange.request.tools.left_out == ("tools[3]:web_search",)
     assert len(read_response(whole(exchange, {"content": "Hi"})).tools) == 3
 
 

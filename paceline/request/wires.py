@@ -1,0 +1,292 @@
+"""The one table of fields: what each wire honours, ignores, and refuses with which words.
+
+Parsing, translation, schemas and the table of docs/reference/requests.md come from here. A field is
+honoured; or it is accepted where the answer is the same without it, and listed; or it is an error
+that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from pydantic_core import from_json
+
+from paceline.request.fields import CACHE_SALT, FieldError
+from paceline.request.profile import Endpoint
+
+
+class Wire(StrEnum):
+    """A format of requests, by the path that takes it."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+    RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
+    EMBEDDINGS = "/v1/embeddings"
+    RERANK = "/v1/rerank"
+
+
+NAME_CHARS = 100
+"""Of a name that an error repeats."""
+WIRE_OF = {endpoint: Wire[endpoint.name] for endpoint in Endpoint}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+CONSTRAINT_FIELDS = _words(
+    "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
+)
+OF_PACELINE = _words(
+    "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars "
+    "truncate max_tokens_per_doc"
+)
+"""Fields that other engines lack, and without which they answer all the same."""
+SYNONYMS = {
+    "repeat_penalty": "repetition_penalty",
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+}
+"""The names that other servers have for a field, or for a name within one."""
+_TEXT_FIELDS = CONSTRAINT_FIELDS | _words(
+    "model stream temperature top_p top_k min_p seed presence_penalty frequency_penalty "
+    "repetition_penalty repeat_penalty logit_bias stop ignore_eos min_tokens stop_token_ids "
+    "truncate_prompt_tokens draft_tokens exact specprefill specprefill_keep_pct metrics "
+    + CACHE_SALT
+)
+CHAT_FIELDS = _TEXT_FIELDS | _words(
+    "chat_template_kwargs enable_thinking reasoning_effort thinking_budget thinking_token_budget "
+    "include_reasoning"
+)
+"""Fields that mean the same in a chat and on each wire that becomes one."""
+_COUNTED = _words("max_tokens max_completion_tokens n logprobs stream_options token_sources")
+HONOURED: Mapping[Wire, frozenset[str]] = {
+    Wire.CHAT: CHAT_FIELDS
+    | _COUNTED
+    | _words(
+        "messages tools tool_choice tool_grammars parallel_tool_calls top_logprobs "
+        "add_generation_prompt continue_final_message"
+    ),
+    Wire.COMPLETIONS: _TEXT_FIELDS | _COUNTED | {"prompt", "echo"},
+    Wire.RESPONSES: CHAT_FIELDS
+    | _words(
+        "background conversation include input instructions max_output_tokens metadata "
+        "parallel_tool_calls previous_response_id reasoning store text tool_choice tools "
+        "top_logprobs truncation"
+    ),
+    Wire.MESSAGES: CHAT_FIELDS
+    | _words(
+        "max_tokens messages system tools tool_choice tool_grammars stop_sequences thinking "
+        "output_config output_format context_management mcp_servers thread compaction"
+    ),
+    Wire.EMBEDDINGS: _words("model input encoding_format dimensions truncate cache_salt"),
+    Wire.RERANK: _words(
+        "model query documents top_n return_documents truncate max_tokens_per_doc cache_salt"
+    ),
+}
+
+_OF_SERVERS = _words(
+    # llama.cpp, SGLang, mlx-lm, mlx-vlm, Ollama: caches, places and names of the work, marks that
+    # a worker finds by itself, and parts of answers that clients do not miss
+    "cache_prompt id_slot timings_per_token return_progress t_max_predict_ms "
+    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau "
+    "mirostat_eta xtc_threshold rid extra_key data_parallel_rank custom_labels "
+    "bootstrap_host bootstrap_port bootstrap_room routed_experts_start_len num_draft_tokens "
+    "tool_parser keep_alive speculative.n_max speculative.n_min speculative.p_min"
+)
+IGNORED = _OF_SERVERS | _words(
+    # of OpenAI: for its accounts and caches, or a hint to its own models
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
+    "prompt_cache_options prediction verbosity "
+    # of vLLM: names, order and ways of the work, parameters of beam search, and parts of answers
+    # that other endpoints of it have
+    "request_id session_id priority guided_decoding_backend length_penalty "
+    "early_stopping spaces_between_special_tokens stream_interval return_token_offsets "
+    "return_mm_kwargs routed_experts_prompt_start"
+)
+"""They may have any value."""
+IGNORED_ON: Mapping[Wire, frozenset[str]] = {
+    Wire.RESPONSES: _words(
+        "client_metadata stream_options context_management image access_programs max_tool_calls"
+    ),
+    Wire.MESSAGES: _words(
+        "stream_options container inference_geo speed cache_control diagnostics billing_policy "
+        "fallbacks fallback_credit_token user_profile_id workspace_id"
+    ),
+}
+"""Those that choose among the services of a wire's makers, or limit tools that run there."""
+
+_NEUTRAL_TABLE = """
+false: echo use_beam_search include_stop_str_in_output continue_final_message token_sources logprobs
+  return_tokens_as_token_ids return_token_ids return_prompt_text watermarking add_special_tokens
+  return_tokens post_sampling_probs return_hidden_states return_cached_tokens_details no_stop_trim
+  return_routed_experts return_meta_info return_flat_raw_output_top_logprobs return_sampling_mask
+  return_input_ids_in_sglext return_output_ids_in_sglext return_prompt_token_ids p_less
+  return_spec_tokens_details use_audio_in_video thinking_forced_open guided_json_object
+  enable_response_messages
+true: skip_special_tokens add_generation_prompt separate_reasoning stream_reasoning parse_tool_calls
+  parallel_tool_calls
+0: n_probs min_keep n_keep n_indent mirostat dynatemp_range xtc_probability dry_multiplier
+  top_logprobs
+1: best_of n typical_p dynatemp_exponent
+0, -1: top_n_sigma
+[]: functions allowed_token_ids bad_words documents logits_processors lora stop_regex
+{}: mm_processor_kwargs media_io_kwargs kv_transfer_params ec_transfer_params vllm_xargs options
+  images_config video_config
+"": suffix grammar regex ebnf
+: audio web_search_options moderation prompt_logprobs prompt_embeds logprob_token_ids chat_template
+  repetition_detection guided_whitespace_pattern adapters adapter_path lora_path role_mapping
+  json_schema custom_logit_processor custom_params session_params input_ids min_pixels max_pixels
+  resize_shape max_dynamic_patch min_dynamic_patch watermark sampling_logprobs_mode
+  previous_input_messages repeat_last_n repetition_context_size presence_context_size
+  frequency_context_size
+"none", "auto": function_call
+["text"]: modalities
+"left": truncation_side
+"auto", "deepseek": reasoning_format
+"default_model": draft_model
+"<think>": thinking_start_token
+"</think>": thinking_end_token
+"""
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    name: from_json(f"[{values}]")
+    for values, _, names in (
+        line.rpartition(": ") for line in _NEUTRAL_TABLE.replace("\n ", "").strip().splitlines()
+    )
+    for name in names.split()
+}
+"""The values with which each changes nothing where no wire honours it, besides null."""
+# A chat template writes the begin token itself; a completion has none unless the tokenizer adds it.
+_OF_COMPLETIONS: Mapping[str, Sequence[Any]] = {**NEUTRAL, "add_special_tokens": [True]}
+UNSENT = NEUTRAL.keys() | _OF_SERVERS
+"""Ignored fields that no engine gets: strict ones reject those that they do not know."""
+
+_LIMIT = _words("max_tokens max_completion_tokens max_output_tokens n_predict num_predict")
+INSTEAD: Mapping[str, str] = {
+    "grammar": "guided_grammar",
+    "ebnf": "guided_grammar",
+    "regex": "guided_regex",
+    "json_schema": "response_format",
+    "guided_json_object": "response_format",
+    "n_probs": "top_logprobs",
+    "think": "reasoning_effort",
+}
+"""The field that does what a field of other servers asks for."""
+INSTEAD_ON: Mapping[Wire, Mapping[str, str]] = {
+    Wire.CHAT: dict.fromkeys(_LIMIT, "max_tokens")
+    | {"reasoning": "reasoning_effort", "thinking": "reasoning_effort", "text": "response_format"}
+    | {"input": "messages", "instructions": "messages", "stop_sequences": "stop"},
+    Wire.COMPLETIONS: dict.fromkeys(_LIMIT, "max_tokens") | {"top_logprobs": "logprobs"},
+    Wire.RESPONSES: dict.fromkeys(_LIMIT, "max_output_tokens")
+    | {"messages": "input", "functions": "tools", "logprobs": "top_logprobs"}
+    | {"stop_sequences": "stop", "thinking": "reasoning", "output_config": "text"}
+    | {"system": "instructions", "tool_grammars": "tools.format"},
+    Wire.MESSAGES: dict.fromkeys(_LIMIT, "max_tokens")
+    | {"functions": "tools", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use"}
+    | {"input": "messages", "instructions": "system", "reasoning": "thinking"},
+    Wire.EMBEDDINGS: {"truncate_prompt_tokens": "truncate"},
+    Wire.RERANK: {"truncate_prompt_tokens": "truncate"},
+}
+_UNSERVED = {Wire.RESPONSES: _words("prompt moderation")}
+"""What other fields of the same name do not do."""
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    **{name: (other,) for other, name in SYNONYMS.items()},
+    "max_tokens": ("max_completion_tokens",),
+    "thinking_budget": ("thinking_token_budget",),
+    "presence_penalty": ("frequency_penalty",),
+    "response_format": tuple(sorted(CONSTRAINT_FIELDS - {"response_format"})),
+}
+"""The other fields by which a client may ask for what a name stands for in errors."""
+_OTHER_SPELLINGS = frozenset(name for names in _SPELLINGS.values() for name in names)
+
+
+def neutral_values(wire: Wire) -> Mapping[str, Sequence[Any]]:
+    """Return the values with which each field changes nothing on a wire, besides null."""
+    known = _OF_COMPLETIONS if wire is Wire.COMPLETIONS else NEUTRAL
+    return {name: values for name, values in known.items() if name not in HONOURED[wire]}
+
+
+_NEUTRAL_ON = {wire: neutral_values(wire) for wire in Wire}
+_IGNORED_ON = {wire: (IGNORED | IGNORED_ON.get(wire, IGNORED)) - HONOURED[wire] for wire in Wire}
+
+
+def read_ignored(body: Mapping[str, Any], wire: Wire) -> tuple[str, ...]:
+    """Return the fields that a wire ignores, in their order.
+
+    Null is no value, whatever the name. Raise `FieldError` for a field that no schema knows, and
+    for a value that would change the answer.
+    """
+    ignored = []
+    honoured, always, neutral = HONOURED[wire], _IGNORED_ON[wire], _NEUTRAL_ON[wire]
+    for name, value in body.items():
+        if value is None or name in honoured:
+            continue
+        if name not in always and not any(_same(value, one) for one in neutral.get(name, ())):
+            shown = name[:NAME_CHARS]
+            words = _refusal(shown, wire)
+            if wire is Wire.MESSAGES and not words.startswith(shown):
+                words = f"{shown}: {words}"
+            raise FieldError(shown, words)
+        ignored.append(name)
+    return tuple(ignored)
+
+
+def _refusal(name: str, wire: Wire) -> str:
+    """Return the words of the error for a field that a wire does not take."""
+    other = INSTEAD_ON.get(wire, {}).get(name) or INSTEAD.get(name, name)
+    if other != name and other.partition(".")[0] in HONOURED[wire]:
+        return f"'{name}' is not supported here; use '{other}'."
+    if name in _UNSERVED.get(wire, ()):
+        return f"This gateway does not support '{name}'."
+    if homes := [one.value for one in Wire if name in HONOURED[one]]:
+        return f"'{name}' works on {', '.join(homes)}, and not on {wire}."
+    if name in NEUTRAL:
+        return f"This value of '{name}' is not supported; omit the field."
+    return unknown(name, wire)
+
+
+def unknown(path: str, wire: Wire) -> str:
+    """Return the words of the makers of a wire for a field that no schema knows."""
+    match wire:
+        case Wire.RESPONSES:
+            return f"Unknown parameter: '{path}'."
+        case Wire.MESSAGES:
+            return f"{path}: Extra inputs are not permitted."
+    return f"Unknown field '{path}'."
+
+
+def canonical(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a body with the field for each synonym; raise `FieldError` if both differ."""
+    if SYNONYMS.keys().isdisjoint(body):
+        return body
+    plain = {name: value for name, value in body.items() if name not in SYNONYMS}
+    for name, meant in SYNONYMS.items():
+        value = body.get(name)
+        outer, _, inner = meant.partition(".")
+        held = plain.get(outer)
+        if value is None or not isinstance(held if inner else {}, Mapping | None):
+            continue  # the parser refuses what is no object
+        given = (held or {}).get(inner) if inner else held
+        if given is not None and given != value:
+            raise FieldError(name, f"'{name}' and '{meant}' contradict each other.")
+        plain[outer] = {**(held or {}), inner: value} if inner else value
+    return plain
+
+
+def spellings(body: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of errors for which the client has another spelling, with that one."""
+    if _OTHER_SPELLINGS.isdisjoint(body):
+        return {}
+    return {
+        name: other
+        for name, others in _SPELLINGS.items()
+        for other in others
+        if body.get(name) is None and body.get(other) is not None
+    }
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # In Python 1 equals True, and 1.0.
+    return isinstance(value, bool) is isinstance(neutral, bool) and value == neutral
