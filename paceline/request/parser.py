@@ -71,10 +71,9 @@ def read_profile(
     names = read_ignored(body, WIRE_OF[endpoint])
     plain, spelled = canonical(body), spellings(body)
     try:
-        profile = _read(plain, endpoint, defaults, access, exact=exact)
+        return _read(plain, endpoint, defaults, access, exact=exact, ignored=names, spelled=spelled)
     except FieldError as error:
         raise error.spelled(spelled) from None
-    return profile._replace(ignored=names + profile.ignored, spelled=tuple(spelled.items()))
 
 
 def _read(
@@ -84,14 +83,16 @@ def _read(
     access: type[Fields],
     *,
     exact: bool,
+    ignored: tuple[str, ...],
+    spelled: Mapping[str, str],
 ) -> RequestProfile:
-    """Return the profile of a body without synonyms; it lists what is ignored inside of fields."""
+    """Return the profile of a body without synonyms."""
     read_cache_salt(body)
     if endpoint is Endpoint.EMBEDDINGS:
-        return embeddings_profile(read_embeddings(body, access), ())
+        return embeddings_profile(read_embeddings(body, access), ignored)
     if endpoint is Endpoint.RERANK:
         inside: Inside = {}
-        return rerank_profile(read_rerank(body, access, inside), tuple(inside))
+        return rerank_profile(read_rerank(body, access, inside), (*ignored, *inside))
     fields = access(body)
     content = read_content(body, endpoint)
     _check_template_kwargs(body.get("chat_template_kwargs"))
@@ -136,7 +137,8 @@ def _read(
         echo=fields.flag("echo"),
         text_chars=content.text_chars + (json_bytes(tools) if tools else 0),
         pixels=content.pixels,
-        ignored=tuple(content.inside),
+        ignored=(*ignored, *content.inside),
+        spelled=tuple(spelled.items()),
     )
 
 

@@ -7,13 +7,14 @@ that names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 from pydantic_core import from_json
 
-from paceline.request.fields import CACHE_SALT, FieldError
+from paceline.request.fields import FieldError
 from paceline.request.profile import Endpoint
 
 
@@ -31,94 +32,51 @@ class Wire(StrEnum):
 NAME_CHARS = 100
 """Of a name that an error repeats."""
 WIRE_OF = {endpoint: Wire[endpoint.name] for endpoint in Endpoint}
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-CONSTRAINT_FIELDS = _words(
-    "response_format structured_outputs guided_json guided_regex guided_choice guided_grammar"
-)
-OF_PACELINE = _words(
-    "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars "
-    "truncate max_tokens_per_doc"
-)
-"""Fields that other engines lack, and without which they answer all the same."""
-SYNONYMS = {
-    "repeat_penalty": "repetition_penalty",
-    "enable_thinking": "chat_template_kwargs.enable_thinking",
-}
-"""The names that other servers have for a field, or for a name within one."""
-_TEXT_FIELDS = CONSTRAINT_FIELDS | _words(
-    "model stream temperature top_p top_k min_p seed presence_penalty frequency_penalty "
-    "repetition_penalty repeat_penalty logit_bias stop ignore_eos min_tokens stop_token_ids "
-    "truncate_prompt_tokens draft_tokens exact specprefill specprefill_keep_pct metrics "
-    + CACHE_SALT
-)
-CHAT_FIELDS = _TEXT_FIELDS | _words(
-    "chat_template_kwargs enable_thinking reasoning_effort thinking_budget thinking_token_budget "
-    "include_reasoning"
-)
-"""Fields that mean the same in a chat and on each wire that becomes one."""
-_COUNTED = _words("max_tokens max_completion_tokens n logprobs stream_options token_sources")
-HONOURED: Mapping[Wire, frozenset[str]] = {
-    Wire.CHAT: CHAT_FIELDS
-    | _COUNTED
-    | _words(
-        "messages tools tool_choice tool_grammars parallel_tool_calls top_logprobs "
-        "add_generation_prompt continue_final_message"
-    ),
-    Wire.COMPLETIONS: _TEXT_FIELDS | _COUNTED | {"prompt", "echo"},
-    Wire.RESPONSES: CHAT_FIELDS
-    | _words(
-        "background conversation include input instructions max_output_tokens metadata "
-        "parallel_tool_calls previous_response_id reasoning store text tool_choice tools "
-        "top_logprobs truncation"
-    ),
-    Wire.MESSAGES: CHAT_FIELDS
-    | _words(
-        "max_tokens messages system tools tool_choice tool_grammars stop_sequences thinking "
-        "output_config output_format context_management mcp_servers thread compaction"
-    ),
-    Wire.EMBEDDINGS: _words("model input encoding_format dimensions truncate cache_salt"),
-    Wire.RERANK: _words(
-        "model query documents top_n return_documents truncate max_tokens_per_doc cache_salt"
-    ),
-}
-
-_OF_SERVERS = _words(
-    # llama.cpp, SGLang, mlx-lm, mlx-vlm, Ollama: caches, places and names of the work, marks that
-    # a worker finds by itself, and parts of answers that clients do not miss
-    "cache_prompt id_slot timings_per_token return_progress t_max_predict_ms "
-    "dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau "
-    "mirostat_eta xtc_threshold rid extra_key data_parallel_rank custom_labels "
-    "bootstrap_host bootstrap_port bootstrap_room routed_experts_start_len num_draft_tokens "
-    "tool_parser keep_alive speculative.n_max speculative.n_min speculative.p_min"
-)
-IGNORED = _OF_SERVERS | _words(
-    # of OpenAI: for its accounts and caches, or a hint to its own models
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "prompt_cache_options prediction verbosity "
-    # of vLLM: names, order and ways of the work, parameters of beam search, and parts of answers
-    # that other endpoints of it have
-    "request_id session_id priority guided_decoding_backend length_penalty "
-    "early_stopping spaces_between_special_tokens stream_interval return_token_offsets "
-    "return_mm_kwargs routed_experts_prompt_start"
-)
-"""They may have any value."""
-IGNORED_ON: Mapping[Wire, frozenset[str]] = {
-    Wire.RESPONSES: _words(
-        "client_metadata stream_options context_management image access_programs max_tool_calls"
-    ),
-    Wire.MESSAGES: _words(
-        "stream_options container inference_geo speed cache_control diagnostics billing_policy "
-        "fallbacks fallback_credit_token user_profile_id workspace_id"
-    ),
-}
-"""Those that choose among the services of a wire's makers, or limit tools that run there."""
-
-_NEUTRAL_TABLE = """
+# $forms stands for the names of that row. Of the rows of ignored fields, $servers are those of
+# llama.cpp, SGLang, mlx-lm, mlx-vlm and Ollama: caches, places and names of the work, marks that a
+# worker finds by itself, and parts of answers that clients do not miss. $vllm are such, and
+# parameters of beam search; $openai are for its accounts and caches, or hints to its own models.
+_FIELDS = """
+forms: response_format structured_outputs guided_json guided_regex guided_choice guided_grammar
+text: $forms model stream temperature top_p top_k min_p seed presence_penalty frequency_penalty
+  repetition_penalty repeat_penalty logit_bias stop ignore_eos min_tokens stop_token_ids
+  truncate_prompt_tokens draft_tokens exact specprefill specprefill_keep_pct metrics cache_salt
+chats: $text chat_template_kwargs enable_thinking reasoning_effort thinking_budget
+  thinking_token_budget include_reasoning
+counted: max_tokens max_completion_tokens n logprobs stream_options token_sources
+CHAT: $chats $counted messages tools tool_choice tool_grammars parallel_tool_calls top_logprobs
+  add_generation_prompt continue_final_message
+COMPLETIONS: $text $counted prompt echo
+RESPONSES: $chats background conversation include input instructions max_output_tokens metadata
+  parallel_tool_calls previous_response_id reasoning store text tool_choice tools top_logprobs
+  truncation
+MESSAGES: $chats max_tokens messages system tools tool_choice tool_grammars stop_sequences thinking
+  output_config output_format context_management mcp_servers thread compaction
+EMBEDDINGS: model input encoding_format dimensions truncate cache_salt
+RERANK: model query documents top_n return_documents truncate max_tokens_per_doc cache_salt
+paceline: draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars
+  truncate max_tokens_per_doc
+servers: cache_prompt id_slot timings_per_token return_progress t_max_predict_ms dry_base
+  dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta
+  xtc_threshold rid extra_key data_parallel_rank custom_labels bootstrap_host bootstrap_port
+  bootstrap_room routed_experts_start_len num_draft_tokens tool_parser keep_alive
+  speculative.n_max speculative.n_min speculative.p_min
+vllm: request_id session_id priority guided_decoding_backend length_penalty early_stopping
+  spaces_between_special_tokens stream_interval return_token_offsets return_mm_kwargs
+  routed_experts_prompt_start
+openai: user metadata store service_tier safety_identifier prompt_cache_key prediction verbosity
+  prompt_cache_retention prompt_cache_options
+ignored: $servers $vllm $openai
+ignored RESPONSES: client_metadata stream_options context_management image access_programs
+  max_tool_calls
+ignored MESSAGES: stream_options container inference_geo speed cache_control diagnostics
+  billing_policy fallbacks fallback_credit_token user_profile_id workspace_id
+unserved RESPONSES: prompt moderation
+"""
+"""By row, the names of fields; those of a wire are honoured there."""
+# What stands before each row are the values with which each of its fields changes nothing where no
+# wire honours it, besides null.
+_NEUTRAL = """
 false: echo use_beam_search include_stop_str_in_output continue_final_message token_sources logprobs
   return_tokens_as_token_ids return_token_ids return_prompt_text watermarking add_special_tokens
   return_tokens post_sampling_probs return_hidden_states return_cached_tokens_details no_stop_trim
@@ -150,47 +108,68 @@ true: skip_special_tokens add_generation_prompt separate_reasoning stream_reason
 "<think>": thinking_start_token
 "</think>": thinking_end_token
 """
+_INSTEAD = """
+guided_grammar: grammar ebnf
+guided_regex: regex
+response_format: json_schema guided_json_object
+top_logprobs: n_probs
+reasoning_effort: think
+CHAT max_tokens: max_output_tokens n_predict num_predict
+CHAT reasoning_effort: reasoning thinking
+CHAT stop: stop_sequences
+COMPLETIONS max_tokens: max_output_tokens n_predict num_predict
+COMPLETIONS logprobs: top_logprobs
+RESPONSES max_output_tokens: max_tokens max_completion_tokens n_predict num_predict
+RESPONSES input: messages
+RESPONSES tools: functions
+RESPONSES tools.format: tool_grammars
+RESPONSES top_logprobs: logprobs
+RESPONSES stop: stop_sequences
+MESSAGES max_tokens: max_completion_tokens max_output_tokens n_predict num_predict
+MESSAGES tools: functions
+MESSAGES tool_choice.disable_parallel_tool_use: parallel_tool_calls
+MESSAGES thinking: reasoning
+EMBEDDINGS truncate: truncate_prompt_tokens
+RERANK truncate: truncate_prompt_tokens
+"""
+"""The field that does what those of its row ask for: on a wire, or wherever it is honoured."""
+SYNONYMS = {
+    "repeat_penalty": "repetition_penalty",
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+}
+"""The names that other servers have for a field, or for a name within one."""
+
+
+def rows_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a table with their names; `$row` stands for those of an earlier one."""
+    rows: dict[str, str] = {}
+    for line in text.replace("\n ", "").strip().splitlines():
+        row, _, names = line.rpartition(": ")
+        rows[row] = re.sub(r"\$(\w+)", lambda found: rows[found[1]], names)
+        yield row, rows[row]
+
+
+_ROWS = {row: frozenset(names.split()) for row, names in rows_of(_FIELDS)}
+HONOURED = {wire: _ROWS[wire.name] for wire in Wire}
+CONSTRAINT_FIELDS = _ROWS["forms"]
+CHAT_FIELDS = _ROWS["chats"]
+"""Fields that mean the same in a chat and on each wire that becomes one."""
+OF_PACELINE = _ROWS["paceline"]
+"""Fields that other engines lack, and without which they answer all the same."""
+IGNORED = _ROWS["ignored"]
+"""They may have any value."""
+IGNORED_ON = {wire: _ROWS.get(f"ignored {wire.name}", frozenset()) for wire in Wire}
+"""Those that choose among the services of a wire's makers, or limit tools that run there."""
 NEUTRAL: Mapping[str, Sequence[Any]] = {
-    name: from_json(f"[{values}]")
-    for values, _, names in (
-        line.rpartition(": ") for line in _NEUTRAL_TABLE.replace("\n ", "").strip().splitlines()
-    )
+    name: from_json(f"[{values}]") for values, names in rows_of(_NEUTRAL) for name in names.split()
+}
+UNSENT = NEUTRAL.keys() | _ROWS["servers"]
+"""Ignored fields that no engine gets: strict ones reject those that they do not know."""
+INSTEAD = {
+    (wire, name): field
+    for wire, _, field, names in ((*row.rpartition(" "), names) for row, names in rows_of(_INSTEAD))
     for name in names.split()
 }
-"""The values with which each changes nothing where no wire honours it, besides null."""
-# A chat template writes the begin token itself; a completion has none unless the tokenizer adds it.
-_OF_COMPLETIONS: Mapping[str, Sequence[Any]] = {**NEUTRAL, "add_special_tokens": [True]}
-UNSENT = NEUTRAL.keys() | _OF_SERVERS
-"""Ignored fields that no engine gets: strict ones reject those that they do not know."""
-
-_LIMIT = _words("max_tokens max_completion_tokens max_output_tokens n_predict num_predict")
-INSTEAD: Mapping[str, str] = {
-    "grammar": "guided_grammar",
-    "ebnf": "guided_grammar",
-    "regex": "guided_regex",
-    "json_schema": "response_format",
-    "guided_json_object": "response_format",
-    "n_probs": "top_logprobs",
-    "think": "reasoning_effort",
-}
-"""The field that does what a field of other servers asks for."""
-INSTEAD_ON: Mapping[Wire, Mapping[str, str]] = {
-    Wire.CHAT: dict.fromkeys(_LIMIT, "max_tokens")
-    | {"reasoning": "reasoning_effort", "thinking": "reasoning_effort", "text": "response_format"}
-    | {"input": "messages", "instructions": "messages", "stop_sequences": "stop"},
-    Wire.COMPLETIONS: dict.fromkeys(_LIMIT, "max_tokens") | {"top_logprobs": "logprobs"},
-    Wire.RESPONSES: dict.fromkeys(_LIMIT, "max_output_tokens")
-    | {"messages": "input", "functions": "tools", "logprobs": "top_logprobs"}
-    | {"stop_sequences": "stop", "thinking": "reasoning", "output_config": "text"}
-    | {"system": "instructions", "tool_grammars": "tools.format"},
-    Wire.MESSAGES: dict.fromkeys(_LIMIT, "max_tokens")
-    | {"functions": "tools", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use"}
-    | {"input": "messages", "instructions": "system", "reasoning": "thinking"},
-    Wire.EMBEDDINGS: {"truncate_prompt_tokens": "truncate"},
-    Wire.RERANK: {"truncate_prompt_tokens": "truncate"},
-}
-_UNSERVED = {Wire.RESPONSES: _words("prompt moderation")}
-"""What other fields of the same name do not do."""
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     **{name: (other,) for other, name in SYNONYMS.items()},
     "max_tokens": ("max_completion_tokens",),
@@ -204,12 +183,13 @@ _OTHER_SPELLINGS = frozenset(name for names in _SPELLINGS.values() for name in n
 
 def neutral_values(wire: Wire) -> Mapping[str, Sequence[Any]]:
     """Return the values with which each field changes nothing on a wire, besides null."""
-    known = _OF_COMPLETIONS if wire is Wire.COMPLETIONS else NEUTRAL
-    return {name: values for name, values in known.items() if name not in HONOURED[wire]}
+    known = {name: values for name, values in NEUTRAL.items() if name not in HONOURED[wire]}
+    # A template writes the begin token itself; a completion has none unless the tokenizer adds it.
+    return known | ({"add_special_tokens": [True]} if wire is Wire.COMPLETIONS else {})
 
 
 _NEUTRAL_ON = {wire: neutral_values(wire) for wire in Wire}
-_IGNORED_ON = {wire: (IGNORED | IGNORED_ON.get(wire, IGNORED)) - HONOURED[wire] for wire in Wire}
+_IGNORED_ON = {wire: (IGNORED | IGNORED_ON[wire]) - HONOURED[wire] for wire in Wire}
 
 
 def read_ignored(body: Mapping[str, Any], wire: Wire) -> tuple[str, ...]:
@@ -218,8 +198,10 @@ def read_ignored(body: Mapping[str, Any], wire: Wire) -> tuple[str, ...]:
     Null is no value, whatever the name. Raise `FieldError` for a field that no schema knows, and
     for a value that would change the answer.
     """
-    ignored = []
     honoured, always, neutral = HONOURED[wire], _IGNORED_ON[wire], _NEUTRAL_ON[wire]
+    if body.keys() <= honoured:
+        return ()
+    ignored = []
     for name, value in body.items():
         if value is None or name in honoured:
             continue
@@ -235,10 +217,10 @@ def read_ignored(body: Mapping[str, Any], wire: Wire) -> tuple[str, ...]:
 
 def _refusal(name: str, wire: Wire) -> str:
     """Return the words of the error for a field that a wire does not take."""
-    other = INSTEAD_ON.get(wire, {}).get(name) or INSTEAD.get(name, name)
-    if other != name and other.partition(".")[0] in HONOURED[wire]:
+    other = INSTEAD.get((wire.name, name)) or INSTEAD.get(("", name), "")
+    if other.partition(".")[0] in HONOURED[wire]:
         return f"'{name}' is not supported here; use '{other}'."
-    if name in _UNSERVED.get(wire, ()):
+    if name in _ROWS.get(f"unserved {wire.name}", ()):
         return f"This gateway does not support '{name}'."
     if homes := [one.value for one in Wire if name in HONOURED[one]]:
         return f"'{name}' works on {', '.join(homes)}, and not on {wire}."

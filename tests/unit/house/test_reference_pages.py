@@ -20,7 +20,6 @@ from paceline.request.wires import (
     IGNORED,
     IGNORED_ON,
     INSTEAD,
-    INSTEAD_ON,
     NEUTRAL,
     Wire,
     neutral_values,
@@ -139,7 +138,8 @@ def test_the_page_on_requests_says_what_each_wire_does_with_each_field() -> None
 
 def rows_of_fields() -> Iterator[str]:
     """Yield the rows of the table of fields; those that have the same fates share one."""
-    known = set().union(IGNORED, NEUTRAL, INSTEAD, *IGNORED_ON.values(), *INSTEAD_ON.values())
+    others = {name for _, name in INSTEAD}
+    known = others.union(IGNORED, NEUTRAL, *IGNORED_ON.values())
     fates: dict[tuple[str, ...], list[str]] = {}
     for name in sorted(known.union(*(HONOURED[wire] for wire in TEXT_WIRES))):
         fates.setdefault(tuple(fate(name, wire) for wire in TEXT_WIRES), []).append(f"`{name}`")
@@ -169,8 +169,7 @@ def rows_of_names() -> Iterator[str]:
     """Yield a row for each object within which names are ignored."""
     for place, (_, ignored) in KEYS.items():
         wire, _, field = place.partition(" ")
-        names = ", ".join(f"`{name}`" for name in sorted(ignored))
-        if names:
+        if names := ", ".join(f"`{name}`" for name in sorted(ignored)):
             yield f"| `{field}` | `{Wire[wire]}` | {names} |"
 
 
