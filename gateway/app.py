@@ -29,7 +29,7 @@ from gateway.api import (
     usage,
     workers,
 )
-from gateway.api.auth import client_format
+from gateway.api.auth import client_format, of_anthropic
 from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gateway
 from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
 from gateway.config.settings import Settings
@@ -40,7 +40,7 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.periodic import Job
-from gateway.protocols import WIRE_FORMATS
+from gateway.protocols import PROXY_PATHS, WIRE_FORMATS
 from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat, error_body
 from gateway.protocols.responses import RESPONSES_PATH
 from gateway.proxy.handler import ProxyHandler
@@ -49,6 +49,7 @@ from gateway.responses.exchange import ResponsesService
 from paceline.error_messages import message_of
 from policies.document import PolicyInvalid
 
+_VERSIONS = ("v1", "v2")
 _DATA_PATHS = ("/v1/", "/v2/")
 
 
@@ -183,7 +184,9 @@ async def _end(_request: Request, _error: Exception) -> Response:
 async def _render(request: Request, error: Exception) -> Response:
     """Render any exception of a route as an error, in the shape that its client reads."""
     answer = _as_gateway_error(request, error)
-    to_body = error_body if "anthropic-version" in request.headers else errors.to_body
+    meant = answer.meant if isinstance(answer, errors.PathUnknown) else ""
+    anthropic = of_anthropic(request.scope) or meant.startswith(MESSAGES_PATH)
+    to_body = error_body if anthropic else errors.to_body
     body = to_body(answer)
     response = Response(body, status_code=answer.status)
     response.raw_headers.extend(errors.to_headers(answer))
@@ -204,9 +207,7 @@ def _as_gateway_error(request: Request, error: Exception) -> errors.GatewayError
         case RequestValidationError():
             known = _invalid(error.errors()[0])
         case HTTPException(status_code=404):
-            # OpenAI, Anthropic and Cohere have more routes there with each release.
-            unserved = request.app.state.proxied and path.startswith(_DATA_PATHS)
-            known = errors.EndpointUnserved() if unserved else errors.PathUnknown()
+            known = _as_unserved(request, path)
         case HTTPException(status_code=405):
             # Of all routes of the path; Starlette reports those of the first one.
             routes = [route for route in request.app.routes if isinstance(route, Route)]
@@ -215,6 +216,24 @@ def _as_gateway_error(request: Request, error: Exception) -> errors.GatewayError
         case HTTPException():
             known = errors.RequestRefused("The request is invalid.")
     return known
+
+
+def _as_unserved(request: Request, path: str) -> errors.GatewayError:
+    """Return the error for a path without a route; it names the path behind a wrong base URL."""
+    versioned = request.app.state.proxied and path.startswith(_DATA_PATHS)
+    parts = [part for part in path.split("/") if part and request.app.state.proxied]
+    for place, part in enumerate(parts[:4]):
+        bare = part not in _VERSIONS
+        # The makers have more routes below a version with each release.
+        if versioned and (bare or not place):
+            continue
+        meant = "/".join(("/v1" if bare else "", *parts[place:]))
+        routes = [one for one in request.app.routes if isinstance(one, Route)]
+        found = [one.path_format for one in routes if one.path_regex.match(meant)]
+        if meant in PROXY_PATHS or found:
+            advice = "add '/v1' to the base URL" if bare else "shorten the base URL"
+            return errors.PathUnknown((*found, meant)[0], advice)
+    return errors.EndpointUnserved() if versioned else errors.PathUnknown()
 
 
 def _invalid(problem: ErrorDetails) -> errors.GatewayError:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pydantic_core import to_json
 
 from gateway.types import Headers
-from paceline.protocol import ApiError
+from paceline.protocol import CONTENT_CODINGS, ApiError
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@\[\]-]{0,99}")
 _PLAIN_CODE = re.compile(r"[a-z_]{1,64}")
@@ -199,9 +199,13 @@ class NotFound(RequestRefused, status=404):
 
 
 class PathUnknown(NotFound, code="path_not_found"):
-    """The path does not exist."""
+    """The path does not exist; behind a wrong base URL, it stands for one that does."""
 
     message = "This path does not exist."
+
+    def __init__(self, meant: str = "", advice: str = "") -> None:
+        super().__init__(f"{self.message} {meant} does: {advice}." if meant else None)
+        self.meant = meant
 
 
 class ModelUnknown(NotFound, code="model_not_found"):
@@ -322,6 +326,12 @@ class MediaTypeRefused(RequestRefused, status=415, code="unsupported_media_type"
 
     def __init__(self, allowed: str) -> None:
         super().__init__(f"'Content-Type' must be one of: {allowed}.")
+
+
+class CodingRefused(RequestRefused, status=415, code="unsupported_content_encoding"):
+    """The body has a coding that nothing here decodes, or several."""
+
+    param = "content-encoding"
 
 
 class HostRefused(RequestRefused, status=421, code="host_not_allowed"):
@@ -577,7 +587,9 @@ def to_headers(error: GatewayError) -> Headers:
         headers.append((b"x-should-retry", b"false"))
     if isinstance(error, MethodRefused):
         headers.append((b"allow", error.allowed.encode()))
-    if isinstance(error, BodyTooLarge | BodyTooSlow):
+    if isinstance(error, CodingRefused):
+        headers.append((b"accept-encoding", CONTENT_CODINGS.encode()))
+    if isinstance(error, BodyTooLarge | BodyTooSlow | CodingRefused):
         # The rest of the body is not read, so the connection cannot be reused.
         headers.append((b"connection", b"close"))
     return headers

@@ -54,13 +54,16 @@ class InspectionThread:
 
     @contextlib.asynccontextmanager
     async def turn(self, hold: MemoryHold, raw: RawBody) -> AsyncIterator[Turn]:
-        """Yield the turn of a body, once its hold has room for what is made of it."""
+        """Yield the turn of a body, once its hold has room for what is made of it.
+
+        Raise `BodyNotJson` for one that would take long to parse.
+        """
         if not is_large(raw):
-            hold.add(footprint_bytes(raw))
+            hold.add(footprint_bytes(raw, bounded=True))
             yield Turn(hold)
             return
         async with self._clients.setdefault(hold.client, asyncio.Lock()):
-            hold.add(await self.run(len(raw), footprint_bytes, raw))
+            hold.add(await self.run(len(raw), footprint_bytes, raw, bounded=True))
             yield Turn(hold, self)
 
     async def run(

@@ -82,6 +82,8 @@ class Usage(NamedTuple):
     """Whether the worker counts cached tokens; servers of other kinds may not."""
     written_tokens: int = 0
     """Other tokens of the prompt that its worker has stored for later prompts."""
+    system_tokens: int = 0
+    """Those of tools and system prompt."""
 
 
 class Drafts(NamedTuple):

@@ -97,6 +97,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._framing_bytes = 0
         self._trailers = 0
+        self._body_bytes = 0
+        """Of a body of declared length, those to come."""
         self._unparsed = b""
         """Bytes received behind as many requests as may wait."""
         self._receiving = False
@@ -164,12 +166,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing_bytes = self._trailers = 0
         if self.parser.should_upgrade():
             return  # `_feed` parses the request again without it
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        self._body_bytes = int(lengths[0]) if lengths else 0
         if self._buffered.closing_since_s is None:
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Pass on a part of the body."""
         self._framing_bytes = 0
+        self._body_bytes -= len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -238,7 +243,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._unparsed = data[start:]
                 self.flow.pause_reading()
                 return
-            end = _end_of_heads(data, start, free)
+            end = _end_of_heads(data, min(start + max(self._body_bytes, 0), len(data)), free)
             self._head_bytes += end - start
             self._framing_bytes += end - start
             self._feed(data[start:end])

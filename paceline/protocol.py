@@ -44,6 +44,8 @@ MAX_REPORT_BYTES = 256 * 1024
 """The largest body of a heartbeat, and of a worker's response with its report."""
 MAX_COUNT = 2**53
 """The largest number of a report: JSON and Lua hold no larger one exactly."""
+CONTENT_CODINGS = "gzip, deflate, zstd"
+"""Of the bodies of requests, at both."""
 TOKENIZE_PATH = "/tokenize"
 """The route of a worker, named as vLLM's, that counts the tokens of a chat's prompt."""
 SCOPE_HEADER = "x-paceline-prefix-scope"
@@ -302,7 +304,7 @@ other name generates text."""
 
 _LANE_COUNTS = (
     *("speculation", "bypass_counts", "spec_prefill", "prefix", "time_saved"),
-    *("requests", "prompt_tokens", "completion_tokens"),
+    *("requests", "prompt_tokens", "completion_tokens", "steps", "steps_ahead"),
 )
 
 
@@ -342,6 +344,10 @@ class LaneReport(Record):
     """Finished requests since boot, including cancelled and failed ones."""
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
+    steps: Count = 0
+    """Steps of decoding, each of one batch."""
+    steps_ahead: Count = 0
+    """Those that the worker read while the device computed another one."""
 
     def __add__(self, later: LaneReport) -> LaneReport:
         """Return the later report with the sums of the counts."""

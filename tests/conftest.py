@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal import charmap
 
 # A slow test on a busy machine is no failure.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -32,6 +33,15 @@ def pytest_configure() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(_HEAPS, 2)
         ctypes.CDLL(None).mallopt(_LARGE_BLOCKS, 256 * 1024)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Let Hypothesis make its table of characters, which takes 200 MB, while a process is small.
+
+    The first process of a new checkout writes it into a folder, where the others read it.
+    """
+    charmap.charmap()
 
 
 @pytest.hookimpl(optionalhook=True)

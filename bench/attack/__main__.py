@@ -2,12 +2,11 @@
 
 `python -m bench.attack --seconds 600 --seed 7` starts a gateway with Redis and keys, a worker with
 the demo model and a worker that lies, and attacks them beside a neighbour, who asks small things
-at a fixed pace: raw HTTP at both ports, pages of other sites, lying and late answers, lying
-reports, hostile bodies and header values, slow clients, abuse of keys and budgets, costly grammars,
-requests that go on from large ones, followers that read nothing, large bodies, huge prompts, and
-folders that others have prepared. Then it compares the sums of all that was counted, kills each
-part under load, fills a disk, damages checkpoints, and floods ports. The seed makes every random
-choice; `--only NAME` plays one kind.
+at a fixed pace: raw HTTP at both ports, floods of single connections, pages of other sites, lying
+and late answers, lying reports, hostile bodies and header values, slow clients, abuse of keys and
+budgets, costly grammars, large bodies, huge prompts, and folders that others have prepared. Then it
+compares the sums of all that was counted, kills each part under load, and fills a disk. The seed
+makes every random choice; `--only NAME` plays one kind.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from typing import Final, NamedTuple
 
 from rich.progress import Progress, TaskID
 
-from bench.attack import checkpoints, floods, sums
+from bench.attack import sums
 from bench.attack.attack import Attack, Tally
 from bench.attack.attack import Target as Attacked
 from bench.attack.bodies import CostlyGrammars, HostileBodies, WireFormats
 from bench.attack.budgets import Budgets
+from bench.attack.floods import Floods
 from bench.attack.front import Front
 from bench.attack.full_disk import FullDisk
 from bench.attack.header_values import HeaderValues
-from bench.attack.kept_responses import Followers, Unfolding
 from bench.attack.key_abuse import KeyAbuse
 from bench.attack.kills import Kills
 from bench.attack.large_bodies import HugePrompts, LargeBodies
@@ -49,14 +48,13 @@ from bench.harness.tables import Grid, Target, console, provenance, report, show
 from gateway.event_loop import run
 
 _AT_TARGET: Final[tuple[type[Attack], ...]] = (
-    *(RawHttp, Origins, LyingAnswers, EarlyHeads, LyingReports, HostileBodies, WireFormats),
-    *(SlowClients, KeyAbuse, Budgets, HeaderValues, PlantedFolders, CostlyGrammars, Unfolding),
-    *(Followers, LargeBodies, HugePrompts),
+    *(RawHttp, Floods, Origins, LyingAnswers, EarlyHeads, LyingReports, HostileBodies, WireFormats),
+    *(SlowClients, KeyAbuse, Budgets, HeaderValues, PlantedFolders, CostlyGrammars),
+    *(LargeBodies, HugePrompts),
 )
 _OF_THEIR_OWN: Final[tuple[type[Attack], ...]] = (Kills, FullDisk, Front)
 """Attacks that start processes of their own, because they kill them or fill their disk."""
-_FLOODS: Final = "floods"
-_NAMES: Final = (*(kind.name for kind in (*_AT_TARGET, *_OF_THEIR_OWN)), checkpoints.NAME, _FLOODS)
+_NAMES: Final = tuple(kind.name for kind in (*_AT_TARGET, *_OF_THEIR_OWN))
 _GROWTH_MB: Final = 20.0
 _ALONE_S: Final = 10.0
 _JUDGED_S: Final = 10.0
@@ -67,7 +65,7 @@ _NICENESS: Final = 10
 _INPUTS: Final = 100_000
 _WHOLE_S: Final = 600.0
 _ATTACKED_SHARE: Final = 0.75
-"""Of the time of a whole run; floods, and memory that returns, take the rest."""
+"""Of the time of a whole run; memory that returns takes the rest."""
 
 
 class Result(NamedTuple):
@@ -79,15 +77,12 @@ class Result(NamedTuple):
     neighbourhood: Neighbourhood
 
     def grids(self) -> Iterator[Grid]:
-        if self.tallies:
-            yield self._attacks()
-        if self.memory:
-            yield self.neighbourhood.table()
-            allocator = ", worker with jemalloc" if JEMALLOC else ""
-            columns = ("process", "at the start", "after half of the time")
-            rows = [(part, *(f"{mb:.1f}" for mb in memory)) for part, memory in self.memory.items()]
-            title = f"Resident memory of the attacked processes, MB{allocator}"
-            yield Grid(title, (*columns, "a minute after the end"), rows)
+        yield self._attacks()
+        yield self.neighbourhood.table()
+        allocator = ", worker with jemalloc" if JEMALLOC else ""
+        columns = ("process", "at the start", "after half of the time", "a minute after the end")
+        rows = [(part, *(f"{mb:.1f}" for mb in memory)) for part, memory in self.memory.items()]
+        yield Grid(f"Resident memory of the attacked processes, MB{allocator}", columns, rows)
 
     def _attacks(self) -> Grid:
         rows = []
@@ -185,36 +180,20 @@ async def attack(seconds: float, after_s: float, only: Sequence[str], player: Pl
 
 def main() -> None:
     made = parser("attack", __doc__)
-    made.add_argument("--seconds", type=float, help="time of all but damaged checkpoints")
+    made.add_argument("--seconds", type=float, help="time of all attacks")
     made.add_argument("--seed", type=int, default=7)
     made.add_argument("--only", action="append", choices=_NAMES, help="repeatable")
-    made.add_argument("--checkpoints", type=int, help="number of damaged checkpoints")
     options = made.parse_args()
     quick: bool = options.quick
-    seconds = options.seconds or (6.0 if quick else 600.0)
+    seconds = options.seconds or (6.0 if quick else _WHOLE_S)
     whole = not quick and not options.only and seconds >= _WHOLE_S
-    count = options.checkpoints if options.checkpoints is not None else (2 if quick else 2000)
     only: tuple[str, ...] = tuple(options.only or _NAMES)
-    result = Result([], {}, Neighbourhood({}, after_s=0.0))
-    after_s = min(_AFTER_S, seconds)
-    flooded: list[floods.Flood] = []
+    attacked_s = seconds * (_ATTACKED_SHARE if whole else 1.0)
     with Progress(console=console()) as progress:
-        if set(only) - {checkpoints.NAME, _FLOODS}:
-            attacked_s = seconds * (_ATTACKED_SHARE if whole else 1.0)
-            result = run(attack(attacked_s, after_s, only, Player(options.seed, progress)))
-        if checkpoints.NAME in only and count and sys.platform == "linux":
-            tally = Tally(checkpoints.NAME, checkpoints.PROMISE)
-            bar = progress.add_task(checkpoints.NAME, total=count)
-            checkpoints.load_checkpoints(count, options.seed, tally, lambda: progress.advance(bar))
-            result.tallies.append(tally)
-        if _FLOODS in only:
-            progress.add_task(_FLOODS, total=None)
-            scale = 0.02 if quick else 1.0
-            flooded = run(floods.flood_all(options.folder, scale=scale, after_s=after_s))
-    bounds = [*result.targets(whole=whole), *(one for flood in flooded for one in flood.targets())]
-    grids = [*result.grids(), *([floods.table(flooded)] if flooded else []), targets(bounds)]
-    counted = "" if options.checkpoints is None else f" --checkpoints {count}"
-    command = f"`python -m bench.attack --seconds {seconds:g} --seed {options.seed}{counted}`"
+        player = Player(options.seed, progress)
+        result = run(attack(attacked_s, min(_AFTER_S, seconds), only, player))
+    command = f"`python -m bench.attack --seconds {seconds:g} --seed {options.seed}`"
+    grids = [*result.grids(), targets(result.targets(whole=whole))]
     about = f"{provenance()}. {command}"
     report("attack.md", "Attacks", about, *grids, write=not quick and not options.only)
     for one in result.tallies:

@@ -199,6 +199,15 @@ class Attack:
         self.tally.answer(answer, given or (path, raw), allowed=allowed)
         return answer
 
+    def count(
+        self, status: int, body: bytes, given: object, *, allowed: Collection[str] = ()
+    ) -> None:
+        """Count an answer by its status, whatever its body: only a 5xx must name its cause."""
+        if status >= 500 or not status:
+            self.tally.answer(Answer(status, body), given, allowed=allowed)
+        else:
+            self.tally.answers[f"{status // 100}xx"] += 1
+
     def check(self, answer: Answer, path: str, given: object) -> None:
         """Require that an answer of an honest worker has its end."""
         if problem := answer.problem(path):

@@ -11,7 +11,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from bench.attack.attack import WORKER_CODES, Attack
-from bench.attack.http_client import CHAT, MESSAGES, RESPONSES, Answer, connection, encode
+from bench.attack.http_client import CHAT, MESSAGES, RESPONSES, connection, encode
 from bench.attack.liar import LATE
 from bench.attack.liar import MODEL as LIAR
 from bench.attack.lies import LIES
@@ -99,10 +99,7 @@ class HeaderValues(Attack):
         if received and not status.startswith(b"HTTP/1.1 "):
             return "an answer without a status line"
         code = int(status.split()[1]) if received else 0
-        if code >= 500 or not code:
-            self.tally.answer(Answer(code, body), raw, allowed=WORKER_CODES)
-        else:
-            self.tally.answers[f"{code // 100}xx"] += 1
+        self.count(code, body, raw, allowed=WORKER_CODES)
         if wrong := [line for line in lines if not _LINE.fullmatch(line)]:
             return f"a line of the head: {wrong[0]!r}"
         if any(line.lower().startswith(_PLANTED) for line in lines):

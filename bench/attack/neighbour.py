@@ -74,9 +74,11 @@ class Neighbourhood:
         self.alone_ms = 0.0
 
     @contextlib.asynccontextmanager
-    async def running(self, port: int, key: str, alone_s: float) -> AsyncIterator[None]:
+    async def running(
+        self, port: int, key: str, alone_s: float, model: str = MODEL
+    ) -> AsyncIterator[None]:
         """Run the neighbour within the context: alone first, for its 99th percentile then."""
-        command = (sys.executable, "-m", __name__, str(port), MODEL)
+        command = (sys.executable, "-m", __name__, str(port), model)
         process = await start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         process.stdin.write(f"{key}\n".encode())

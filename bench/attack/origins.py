@@ -7,7 +7,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 from bench.attack.attack import Attack
-from bench.attack.http_client import Answer, connection
+from bench.attack.http_client import connection
 
 ALLOWED: Final = ("https://app.example", "app://obsidian.md")
 """The origins whose pages may use the data plane of the attacked gateway."""
@@ -104,10 +104,7 @@ class Origins(Attack):
         head, _, body = received.partition(b"\r\n\r\n")
         status, *lines = head.lower().decode("latin-1").split("\r\n")
         code = int(status.split()[1]) if status else 0
-        if code >= 500 or not code:
-            self.tally.answer(Answer(code, body), raw)
-        else:
-            self.tally.answers[f"{code // 100}xx"] += 1
+        self.count(code, body, raw)
         if code and (problem := page.problem(code, lines)):
             self.tally.fail(problem, (raw, head))
 

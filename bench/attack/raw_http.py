@@ -8,7 +8,7 @@ from random import Random
 from typing import Final
 
 from bench.attack.attack import Attack
-from bench.attack.http_client import Answer, connection
+from bench.attack.http_client import connection
 from bench.harness.parts import JOIN_TOKEN
 
 _QUIET_S: Final = 0.25
@@ -132,11 +132,7 @@ class RawHttp(Attack):
         ends = [*(found.start() for found in statuses[1:]), len(received)]
         for found, end in zip(statuses, ends, strict=False):
             _, _, body = received[found.start() : end].partition(b"\r\n\r\n")
-            status = int(found[1])
-            if status >= 500:
-                self.tally.answer(Answer(status, body), raw)
-            else:
-                self.tally.answers[f"{status // 100}xx"] += 1
+            self.count(int(found[1]), body, raw)
         if hidden and _HIDDEN_ANSWER in received:
             self.tally.fail("the hidden request was answered", raw)
 

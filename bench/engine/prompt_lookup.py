@@ -23,10 +23,10 @@ import mlx.core as mx
 
 from bench.engine.measurements import LONG
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.lane import greedy_row
 from bench.harness.samples import rotated
 from bench.harness.tables import Grid, provenance, report
 from paceline.protocol import Speculation
+from tests.support.engine_lane import row_for
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine, load_engine
 from workers.engine.types import EngineSettings, LaneName, Prompt
@@ -85,8 +85,17 @@ def run(engine: Engine, prompts: Sequence[Prompt], mode: str, result: Mode) -> N
     rows = []
     for prompt in prompts:
         prepared = engine.prompts.prepare(prompt)
-        row = greedy_row(engine.prompts, prepared, drafts, _ANSWER_TOKENS, fixed=False)
-        row.with_head, row.looks_up = head, looks_up
+        row = row_for(
+            lane,
+            engine.prompts,
+            prepared,
+            drafts,
+            _ANSWER_TOKENS,
+            ends=frozenset(),
+            draft_tokens_fixed=False,
+            with_head=head,
+            looks_up=looks_up,
+        )
         rows.append(row)
         lane.add(row)
     while lane.running_rows < len(rows) and not any(row.finish_reason for row in rows):

@@ -20,9 +20,9 @@ import mlx.core as mx
 
 from bench.engine.measurements import DRAFT_LENGTHS, LONG, STREAMS
 from bench.harness.blas import preload
-from bench.harness.lane import greedy_row
 from bench.harness.options import parser
 from bench.harness.servers import ROOT
+from tests.support.engine_lane import row_for
 from workers.engine.decode.step_graph import State, StepGraph
 from workers.engine.engine import Engine, load_engine
 from workers.engine.model.kv_cache import KVCache, RowCache, capacity
@@ -106,7 +106,7 @@ def _run(engine: Engine, rows: int, k: int) -> Round:
     for number in range(rows):
         prompt = Prompt(text=engine.prompts.chat(LONG[number % len(LONG)]))
         prepared = engine.prompts.prepare(prompt)
-        active.append(greedy_row(engine.prompts, prepared, k, 1000, ends=lane.ends))
+        active.append(row_for(lane, engine.prompts, prepared, k, 1000))
         lane.add(active[-1])
     while lane.running_rows < rows and not any(row.finish_reason for row in active):
         lane.step()

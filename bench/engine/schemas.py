@@ -14,8 +14,8 @@ import sys
 from collections import Counter
 
 import jsonschema_rs
+from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from bench.harness.drawn import drawn
 from bench.harness.options import parser
 from bench.harness.tables import Grid, report, show
 from paceline.request.constraint import Constraint, ConstraintKind
@@ -41,7 +41,22 @@ QUESTIONS = ("Tell me about a person.", "What is the weather?", "Count from 1 to
 
 
 def draw_schemas(count: int) -> list[Schema]:
-    return drawn(schemas(), count, seed=22)
+    drawn: list[Schema] = []
+
+    @seed(22)
+    @settings(
+        max_examples=count,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+    )
+    @given(schemas())
+    def collect(schema: Schema) -> None:
+        drawn.append(schema)
+
+    collect()
+    return drawn
 
 
 async def ask(engine: Engine, index: int, schema: Schema, max_tokens: int) -> tuple[str, str]:

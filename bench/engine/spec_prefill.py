@@ -20,18 +20,19 @@ from mlx.utils import tree_flatten
 from rich.progress import track
 
 from bench.harness.blas import restart_with_fast_blas
-from bench.harness.lane import greedy_row, lane_of
 from bench.harness.options import parser
 from bench.harness.tables import Grid, cell, provenance, report
 from paceline.protocol import Speculation
+from tests.support.engine_lane import lanes_of, row_for
 from tools.demo_model import held_out
 from tools.demo_model.architecture import model_config, new_model
 from tools.demo_model.tokenizer import SPECIAL_TOKENS
+from workers.engine.lane.memory import measure_memory
 from workers.engine.lane.sparse_prefill import SparsePrefill
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import Target
 from workers.engine.text.tokenizer import PromptRenderer
-from workers.engine.types import Event, Prompt, SpecPrefillOptions, SpecPrefillSettings
+from workers.engine.types import Event, LaneName, Prompt, SpecPrefillOptions, SpecPrefillSettings
 
 _PROMPT_TOKENS: Final = (1024, 2048, 4096)
 _KEEP_SHARES: Final = (0.1, 0.2, 0.3, 0.5, 1.0)
@@ -66,11 +67,15 @@ class Bench:
         self._prompts = PromptRenderer(checkpoint.processor)
         self._draft_tokens = draft_tokens if checkpoint.head else 0
         settings = SpecPrefillSettings(draft=Path())
-        self._lane = lane_of(
+        (self._lane,) = lanes_of(
             checkpoint,
             self._prompts,
-            self._draft_tokens,
+            LaneName.TEXT_MTP,
+            draft_tokens=self._draft_tokens,
             max_rows=1,
+            chunk_tokens=1024,
+            budget_s=0.1,
+            memory=measure_memory(checkpoint.target, checkpoint.head),
             sparse_prefill=SparsePrefill(settings, draft, checkpoint.context_tokens),
         )
 
@@ -84,14 +89,14 @@ class Bench:
                 raise event
             texts.append(getattr(event, "text", ""))
 
-        row = greedy_row(
+        row = row_for(
+            self._lane,
             self._prompts,
             self._prompts.prepare(Prompt(text=self._prompts.chat(messages))),
             self._draft_tokens,
             answer_tokens,
+            options={"spec_prefill": options},
             sink=on_event,
-            ends=self._lane.ends,
-            spec_prefill=options,
         )
         started_s = time.perf_counter()
         scoring_s = ttft_s = 0.0

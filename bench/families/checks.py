@@ -16,10 +16,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from bench.harness.lane import greedy_row, lane_of
 from paceline.protocol import DraftSource
+from tests.support.engine_lane import lanes_of, row_for
 from workers.engine.decode.row import Row
-from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.model.target import CompiledPasses
 from workers.engine.model.windows import FamilyWindow, window_tokens
@@ -29,14 +28,13 @@ from workers.engine.startup.probes import (
     probe_shared_rows,
 )
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Finished
+from workers.engine.types import Finished, LaneName
 
 TIE: Final = 1e-3
 """Two scores that are closer are a tie, which the order of summation may decide either way."""
 DRAFT_TOKENS: Final = 4
 TURN_TOKENS: Final = 20
 """New tokens of a second turn."""
-_MEMORY: Final = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
 _CHUNK_TOKENS: Final = 64
 _FIRST_TEXT_TOKEN: Final = 64
 """Tokens before it are marks of the tokenizer."""
@@ -153,15 +151,14 @@ class _Runner:
         self._target = checkpoint.target
         self._answer_tokens = answer_tokens
         self._prompts = PromptRenderer(checkpoint.processor)
-        self._lane = lane_of(
+        (self._lane,) = lanes_of(
             checkpoint,
             self._prompts,
-            DRAFT_TOKENS,
+            LaneName.TEXT_MTP,
+            draft_tokens=DRAFT_TOKENS,
             max_rows=4,
-            cache_bytes=1 << 30,
+            cache=1 << 30,
             chunk_tokens=_CHUNK_TOKENS,
-            budget_s=60.0,
-            memory=_MEMORY,
         )
 
     def answer(self, prompts: Sequence[Sequence[int]]) -> _Answers:
@@ -199,15 +196,15 @@ class _Runner:
                 ends.append(event)
 
         prompt = PreparedPrompt(tokens=tuple(tokens), scope="", turn_tokens=len(tokens) - 4)
-        return greedy_row(
+        return row_for(
+            self._lane,
             self._prompts,
             prompt,
             DRAFT_TOKENS,
             self._answer_tokens,
-            sink=sink,
-            ends=self._lane.ends,
             with_head=self._lane.has_head,
             looks_up=True,
+            sink=sink,
         )
 
 

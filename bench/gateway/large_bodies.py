@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,76 +18,43 @@ from typing import Final
 
 from bench.attack.http_client import encode, send
 from bench.attack.large_bodies import SHAPES
-from bench.attack.neighbour import Wait, p99_ms
+from bench.attack.neighbour import Neighbourhood, p99_ms
 from bench.gateway import backend
 from bench.gateway.contenders import KEY, OURS, running_backend, running_gateway
 from bench.harness.options import parser
-from bench.harness.processes import end, start
 from bench.harness.tables import Grid, Target, provenance, report, targets
 
 _LONGER_MS: Final = 50.0
 _FIRST, _LAST = -15, 5
 
 
-def _prefer(process_id: int, core: int) -> None:
-    """Give all threads of a process a core, before the others there."""
-    for thread in Path(f"/proc/{process_id}/task").iterdir():
-        os.sched_setaffinity(int(thread.name), {core})
-        os.setpriority(os.PRIO_PROCESS, int(thread.name), _FIRST)
-
-
-def _children() -> list[int]:
-    own = os.getpid()
-    return [*map(int, Path(f"/proc/{own}/task/{own}/children").read_text().split())]
-
-
 async def _measure(folder: Path, seconds: float) -> tuple[list[tuple[str, ...]], list[Target]]:
+    # What starts here runs on this core, before this process.
     os.sched_setaffinity(0, {1})
-    os.setpriority(os.PRIO_PROCESS, 0, _LAST)
-    waits: list[Wait] = []
-    rows: list[tuple[str, ...]] = []
+    os.setpriority(os.PRIO_PROCESS, 0, _FIRST)
+    watch = Neighbourhood({}, after_s=0.0)
     judged: list[Target] = []
     async with running_backend() as worker_port, running_gateway(OURS, folder, worker_port) as ours:
-        neighbour = (sys.executable, "-m", "bench.attack.neighbour", str(ours.port), backend.MODEL)
-        chats = await start(*neighbour, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert chats.stdin is not None
-        chats.stdin.write(f"{KEY}\n".encode())
-        chats.stdin.close()
-        for child in _children():
-            _prefer(child, 0 if child == ours.process_id else 1)
-
-        async def read() -> None:
-            assert chats.stdout is not None
-            async for line in chats.stdout:
-                waits.append(Wait(*json.loads(line)))  # noqa: PERF401  # read meanwhile
-
-        async def p99_since(since_s: float) -> float:
-            until_s = time.monotonic()
-            await asyncio.sleep(0.5)  # those that still wait count too
-            return p99_ms([one for one in waits if since_s <= one.sent_s < until_s])
-
-        reading = asyncio.create_task(read())
-        try:
-            await asyncio.sleep(2.0)
-            begun_s = time.monotonic()
-            await asyncio.sleep(seconds)
-            alone_ms = await p99_since(begun_s)
-            rows.append(("no other request", "", "", f"{alone_ms:.1f}"))
+        for thread in Path(f"/proc/{ours.process_id}/task").iterdir():  # noqa: ASYNC240
+            os.sched_setaffinity(int(thread.name), {0})
+        async with watch.running(ours.port, KEY, seconds, backend.MODEL):
+            os.setpriority(os.PRIO_PROCESS, 0, _LAST)
+            rows: list[tuple[str, ...]] = [("no other request", "", "", f"{watch.alone_ms:.1f}")]
             for shape, (path, make) in SHAPES.items():
                 fields = make() | {"model": backend.MODEL}
                 body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
                 raw, statuses = encode(body, path=path, key=KEY), Counter[int]()
-                begun_s = time.monotonic()
-                while time.monotonic() < begun_s + seconds:
-                    statuses[(await send(ours.port, raw)).status] += 1
-                beside_ms = await p99_since(begun_s)
+                until_s = time.monotonic() + seconds
+                async with watch.beside(shape, settle=False):
+                    while time.monotonic() < until_s:
+                        statuses[(await send(ours.port, raw)).status] += 1
+                await asyncio.sleep(0.5)  # chats that still wait count too
+                beside_ms = p99_ms(watch.waits_beside(shape))
                 answers = ", ".join(f"{count} x {status}" for status, count in statuses.items())
                 rows.append((shape, f"{len(body) / 1e6:.1f}", answers, f"{beside_ms:.1f}"))
-                judged.append(Target(f"{shape}: longer, ms", beside_ms - alone_ms, _LONGER_MS))
-            assert all(one.status == 200 for one in waits), "each small chat is answered"
-        finally:
-            reading.cancel()
-            await end(chats)
+                longer_ms = beside_ms - watch.alone_ms
+                judged.append(Target(f"{shape}: longer, ms", longer_ms, _LONGER_MS))
+            assert all(one.status == 200 for one in watch.waits), "each small chat is answered"
     return rows, judged
 
 

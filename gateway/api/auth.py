@@ -28,7 +28,7 @@ from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
 from gateway.proxy.handler import ProxyHandler
-from gateway.strict_json import parse
+from gateway.strict_json import footprint_bytes, parse
 from gateway.types import RawBody
 from paceline.protocol import MAX_REPORT_BYTES
 
@@ -39,7 +39,7 @@ _SCHEMES = {
     ADMIN_KEY: "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
     JOIN_TOKEN: "The token with which workers join.",
 }
-_ANTHROPIC = b"anthropic-version"
+_ANTHROPIC = b"anthropic-"
 _BODY_LIMIT_BYTES = 256 * 1024
 AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"
@@ -124,7 +124,9 @@ class _LimitedRequest(Request):
         return self._body
 
     async def json(self) -> Any:
-        return parse(await self.body())
+        body = await self.body()
+        footprint_bytes(body, bounded=True)
+        return parse(body)
 
 
 def check_data_key(request: Request, gateway: Gateway) -> None:
@@ -155,10 +157,15 @@ CurrentKey = Annotated[ApiKey, Depends(_api_key)]
 """The API key of a request to a route of `data_router`."""
 
 
+def of_anthropic(scope: Scope) -> bool:
+    """Return whether a client reads Anthropic's shapes, by the path or any header of theirs."""
+    told = any(name.startswith(_ANTHROPIC) for name, _ in scope["headers"])
+    return told or scope["path"].startswith(MESSAGES_PATH)
+
+
 def client_format(scope: Scope, sealer: Sealer) -> WireFormat:
     """Return the format of the headers that a client of a route reads."""
-    of_anthropic = header(scope, _ANTHROPIC) is not None or scope["path"].startswith(MESSAGES_PATH)
-    return MessagesFormat(sealer) if of_anthropic else CHAT
+    return MessagesFormat(sealer) if of_anthropic(scope) else CHAT
 
 
 CurrentProxy = Annotated[ProxyHandler, part("proxy")]

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway.api.auth import CountedBody, CurrentGateway, CurrentHold, CurrentKey, data_router, part
-from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
+from gateway.api.openapi import FOR_CLIENTS, MESSAGES_ERROR, WITH_BODY, failures, ref, takes
 from gateway.errors import LimitReached, ModelUnknown, Overloaded
 from gateway.protocols.messages import MessagesFormat
 from gateway.proxy.handler import inspect
@@ -29,7 +29,9 @@ class TokenCount(TypedDict):
 
 @router.post(
     "/v1/messages/count_tokens",
-    responses=failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, LimitReached, Overloaded),
+    responses=failures(
+        *FOR_CLIENTS, *WITH_BODY, ModelUnknown, LimitReached, Overloaded, shape=MESSAGES_ERROR
+    ),
     openapi_extra=takes(ref("messages")),
 )
 async def count(

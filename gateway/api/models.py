@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CurrentGateway, CurrentKey, data_router
+from gateway.api.auth import CurrentGateway, CurrentKey, data_router, of_anthropic
 from gateway.api.openapi import FOR_CLIENTS, failures
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ApiKey
@@ -18,8 +18,6 @@ from paceline.request.profile import Endpoint
 from policies.evaluate import ANY_MODEL, resolve_model, sampling_defaults
 
 router = data_router("/v1/models")
-_ANTHROPIC = "anthropic-version"
-"""The header of clients that read Anthropic's shapes."""
 
 
 class ModelSampling(TypedDict):
@@ -63,7 +61,7 @@ async def show_all(
 ) -> ServedModels | Response:
     """List the models."""
     roots = _roots(gateway, api_key)
-    if _ANTHROPIC in request.headers:
+    if of_anthropic(request.scope):
         chats = gateway.fleet.view().models_of(Endpoint.CHAT)
         names = [name for name, root in roots.items() if root in chats]
         return JSONResponse(
@@ -87,7 +85,7 @@ async def show(
     root = _roots(gateway, api_key).get(name)
     if root is None:
         raise ModelUnknown(name)
-    if _ANTHROPIC in request.headers:
+    if of_anthropic(request.scope):
         return JSONResponse(_anthropic_model(gateway, name, root))
     return _model(gateway, name, root)
 

@@ -27,6 +27,7 @@ from paceline.request.schema import request_schema
 from policies.json_schema import policy_schema
 
 JSON = "application/json"
+MESSAGES_ERROR = "MessagesError"
 Responses = dict[int | str, dict[str, Any]]
 ERROR_SCHEMA = {
     "type": "object",
@@ -55,7 +56,10 @@ EVERYWHERE: tuple[type[ApiError], ...] = (
     errors.GatewayError,
 )
 """Errors of every route."""
-WITH_BODY = (errors.BodyNotJson, errors.FieldInvalid, errors.BodyTooSlow, errors.BodyTooLarge)
+WITH_BODY = (
+    *(errors.BodyNotJson, errors.FieldInvalid),
+    *(errors.BodyTooSlow, errors.BodyTooLarge, errors.CodingRefused),
+)
 FOR_CLIENTS = (errors.KeyRefused, errors.PageRefused)
 FOR_ADMINS = (errors.AdminKeyRefused,)
 STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
@@ -71,7 +75,7 @@ _TAGS = {
 """Groups of routes and their descriptions, by the kind of key."""
 
 
-def failures(*known: type[ApiError]) -> Responses:
+def failures(*known: type[ApiError], shape: str = "Error") -> Responses:
     """Describe the responses of these errors and of those that every route may return."""
     statuses: dict[int, list[str]] = {}
     for error in sorted({*known, *EVERYWHERE}, key=lambda one: (one.status, one.__name__)):
@@ -80,7 +84,7 @@ def failures(*known: type[ApiError]) -> Responses:
     return {
         status: {
             "description": " ".join(meanings),
-            "content": {JSON: {"schema": ref("Error")}},
+            "content": {JSON: {"schema": ref(shape)}},
         }
         for status, meanings in statuses.items()
     }
@@ -136,7 +140,7 @@ _ANSWER_FIELDS = {
     _MESSAGES: "content",
     _RESPONSES: "output",
 }
-_ERROR_SCHEMAS = {_MESSAGES: "MessagesError", _COHERE_RERANK: "CohereError"}
+_ERROR_SCHEMAS = {_MESSAGES: MESSAGES_ERROR, _COHERE_RERANK: "CohereError"}
 
 
 class OpenApiDocument:
@@ -217,10 +221,8 @@ def _proxy_operation(name: str) -> Mapping[str, Any]:
     """Describe a route of the proxy, which FastAPI does not serve."""
     whole = {"type": "object", "required": [_ANSWER_FIELDS[name]]}
     own = (errors.PreviousUnknown, errors.RecordsUnwritable)
-    failed = failures(*_PROXY_ERRORS, *(own if name == _RESPONSES else ()))
-    if name in _ERROR_SCHEMAS:
-        for answer in failed.values():
-            answer["content"] = {JSON: {"schema": ref(_ERROR_SCHEMAS[name])}}
+    known = (*_PROXY_ERRORS, *(own if name == _RESPONSES else ()))
+    failed = failures(*known, shape=_ERROR_SCHEMAS.get(name, "Error"))
     streams = {*GENERATING, _MESSAGES, _RESPONSES}
     answers = success(whole, *(("text/event-stream",) if name in streams else ())) | failed
     priority = {
@@ -251,7 +253,7 @@ def _schemas() -> dict[str, Any]:
         _MESSAGES: messages.SCHEMA,
         _RESPONSES: responses.SCHEMA,
         _COHERE_RERANK: cohere.SCHEMA,
-        "MessagesError": messages.ERROR_SCHEMA,
+        MESSAGES_ERROR: messages.ERROR_SCHEMA,
         "CohereError": cohere.ERROR_SCHEMA,
         "PolicyDocument": policy,
         "KeyTerms": terms,

@@ -83,7 +83,7 @@ Fields = Annotated[dict[str, Any], Depends(_fields)]
 class PageRequest(BaseModel):
     """Which part of a list a client asks for."""
 
-    limit: int = Field(20, ge=1, le=100)
+    limit: int = Field(20, ge=0, le=100)
     order: Literal["asc", "desc"] = "desc"
     after: str = ""
     """The id of the item before the page."""
@@ -272,7 +272,7 @@ async def add_items(
 ) -> ItemList:
     """Add items to a conversation."""
     _check_names(fields, "items")
-    items = named_items(_new_items(fields.get("items")))
+    items = named_items(conversation_id, _new_items(fields.get("items")))
     await kept.add_items(owner, conversation_id, items)
     include = [_ENCRYPTED] if encrypted else []
     return _page(items, PageRequest(limit=100, order="asc", include=include))

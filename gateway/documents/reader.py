@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import sys
-from binascii import a2b_base64
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -19,6 +18,7 @@ from pydantic_core import from_json
 from gateway.documents import pdf_process
 from gateway.memory_budget import MemoryBudget, MemoryHold
 from gateway.protocols.documents import UNREAD, Document
+from paceline.request.content import decode_base64
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class DocumentReader:
                 reading.add(_FORMS * len(pdf))
                 content = b""
                 with contextlib.suppress(ValueError):
-                    content = await asyncio.to_thread(a2b_base64, pdf)
+                    content = await asyncio.to_thread(decode_base64, pdf)
                 if not content:
                     found[pdf] = _DAMAGED
                     continue

@@ -25,6 +25,7 @@ from gateway.routing.view import ModelView
 from gateway.strict_json import Pieces, encode_body, size_of
 from gateway.types import Json
 from paceline.protocol import WorkerReport
+from paceline.request.parser import USAGE_INTERVAL
 from paceline.request.wires import OF_PACELINE
 
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
@@ -135,8 +136,13 @@ class OpenAIEngine(Engine):
             if name not in OF_PACELINE and (name not in _NEUTRAL or value != _NEUTRAL[name])
         }
         sent["model"] = self.names.get(fields["model"], fields["model"])
+        match sent.get("tool_choice"):
+            case {"allowed_tools": {"mode": mode}}:  # the gateway leaves other calls out
+                sent["tool_choice"] = mode
         if "stream_options" in sent:
-            sent["stream_options"] = {"include_usage": True}
+            in_each = self.kind == "openai" and not sent["stream_options"].get(USAGE_INTERVAL, 1)
+            running = {"continuous_usage_stats": True} if in_each else {}
+            sent["stream_options"] = {"include_usage": True, **running}
         if salt and self.isolation is Isolation.CACHE_SALT:
             sent["cache_salt"] = salt
         for name, spelling in self.spellings:

@@ -20,6 +20,7 @@ from gateway import errors
 from gateway.protocols.event_stream import comment_of
 from gateway.protocols.openai import CHAT, WireFormat
 from gateway.types import Header, Headers, RawBody
+from paceline.content_coding import DECODER_BYTES, CodedBody, coding_of
 from paceline.http import BoundedProtocol, encode_head
 from paceline.protocol import REQUEST_ID
 
@@ -458,11 +459,21 @@ async def read_body(
     """Read the whole body and count it while reading: a declared length proves nothing.
 
     `hold` gets the size of each part before the next one is read, and may raise. The caller limits
-    the time. Raise `BodyTooLarge` or `ClientDisconnected`.
+    the time. Raise `BodyTooLarge`, `CodingRefused`, `BodyNotJson` or `ClientDisconnected`.
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
         raise errors.BodyTooLarge(limit_bytes)
+    copies = 1
+    if header(scope, b"content-encoding") is not None and (coding := coding_of(scope)):
+        coded = CodedBody(
+            *(receive, coding, limit_bytes),
+            unsupported=errors.CodingRefused,
+            invalid=errors.BodyNotJson,
+            too_large=errors.BodyTooLarge,
+        )
+        receive, copies = coded.receive, 2  # the window of the decoder is the second
+        hold(DECODER_BYTES)
     body = bytearray()  # grows in place; a join would copy all of it in one call
     while True:
         message = await receive()
@@ -471,12 +482,14 @@ async def read_body(
         part: bytes = message.get("body", b"")
         if len(body) + len(part) > limit_bytes:
             raise errors.BodyTooLarge(limit_bytes)
-        hold(len(part))
+        hold(copies * len(part))
         more = message.get("more_body", False)
-        if not (body or more):
+        if not (body or more or copies > 1):
             return part
         body += part
         if not more:
+            if copies > 1:
+                hold(-DECODER_BYTES - len(body))
             return body
 
 

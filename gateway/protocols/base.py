@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic_core import from_json
+
 from gateway.errors import GatewayError
 from gateway.strict_json import encode_json
 from gateway.types import Json
@@ -61,6 +63,15 @@ def text_in(answer: Mapping[str, Any], name: str) -> str:
     return value
 
 
+def arguments_in(text: str) -> Json | None:
+    """Return the arguments of a call; None if the text is no whole object."""
+    try:
+        given = from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+    return given if isinstance(given, dict) else None
+
+
 def call_of(call_id: str, name: str, arguments: str) -> Json:
     """Return the call of a function in a chat."""
     function = {"name": name, "arguments": arguments}
@@ -105,6 +116,8 @@ class StreamEncoder(ABC):
         """Return what the client gets at the end of a complete stream, for the engine's end."""
 
 
+CUT = ("length", "content_filter")
+"""Reasons of ends that came before the model's own: the last call may be half of one."""
 WORKER_PATHS: Mapping[Endpoint, str] = {
     Endpoint.CHAT: "/v1/chat/completions",
     Endpoint.COMPLETIONS: "/v1/completions",

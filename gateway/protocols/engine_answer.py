@@ -3,27 +3,30 @@
 Engines cut, number and name the calls of tools in many ways, spell reasoning in two, and end an
 answer with reasons of their own. Here an answer becomes one that OpenAI could have sent: calls
 come one after another, each with an index, an id and a name of its own and with arguments as text;
+calls that the request does not admit are left out, as if the engine had not made them;
 reasoning has both of its names; and the reason of the end is one that clients know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from gateway.protocols.base import AnswerMalformed, call_of, object_in, objects_in, text_in
+from gateway.protocols.base import CUT, AnswerMalformed, call_of, object_in, objects_in, text_in
 from gateway.types import Json
+from paceline.request.call_rules import CallRules
 
+_CALL = "function_call"
 CALLS = "tool_calls"
-FORMS = (CALLS, "reasoning", "reasoning_content")
+FORMS = (CALLS, _CALL, "reasoning", "reasoning_content")
 """Fields of a chunk, beside those of all streams, that may have another form."""
 _REASONS: Mapping[str, str] = {
     **dict.fromkeys(("stop", "eos", "end_turn", "stop_sequence"), "stop"),
     **dict.fromkeys(("length", "max_tokens", "max_length"), "length"),
-    **dict.fromkeys((CALLS, "tool_use", "function_call"), CALLS),
+    **dict.fromkeys((CALLS, "tool_use", _CALL), CALLS),
     "content_filter": "content_filter",
 }
 """By how engines spell them; an answer with any other reason has not ended well."""
@@ -37,33 +40,6 @@ class FieldUnheld(AnswerMalformed):
     """The answer does not hold to a field of the request, which the message names."""
 
 
-class CallRules(NamedTuple):
-    """The calls that a request prescribes, which many engines take and ignore."""
-
-    one_of: frozenset[str] = frozenset()
-    """The answer must call one of these tools; empty: or none."""
-    single: bool = False
-    """The answer may have one call at most."""
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any]) -> Self:
-        """Return the rules of a checked body."""
-        one_of: tuple[str, ...] = ()
-        match body.get("tool_choice"):
-            case {"function": {"name": str() as name}}:
-                one_of = (name,)
-            case "required":
-                one_of = tuple(tool["function"]["name"] for tool in body.get("tools") or ())
-        return cls(frozenset(one_of), body.get("parallel_tool_calls") is False)
-
-    def check(self, names: Collection[str]) -> None:
-        """Raise `FieldUnheld` if an answer that has ended may not have these calls."""
-        if self.one_of and not (names and self.one_of.issuperset(names)):
-            raise FieldUnheld("tool_choice")
-        if self.single and len(names) > 1:
-            raise FieldUnheld("parallel_tool_calls")
-
-
 class EngineAnswer:
     """What an engine has told of one answer so far.
 
@@ -71,7 +47,7 @@ class EngineAnswer:
     knows the model.
     """
 
-    def __init__(self, stem: str, model: str, rules: CallRules = CallRules()) -> None:  # noqa: B008
+    def __init__(self, stem: str, model: str, rules: CallRules) -> None:
         self._rules = rules
         self._stem = stem
         self._model = model
@@ -84,14 +60,16 @@ class EngineAnswer:
         for place, choice in enumerate(objects_in(answer, "choices")):
             message, calls = object_in(choice, "message"), self._calls_of(choice, place)
             _spell_reasoning(message)
-            if given := objects_in(message, CALLS):
-                for one in given:
-                    calls.begin(one)
-                formed = [*calls.release(ended=True)]
+            given, reason = _take_calls(message), _reason_of(choice)
+            for one in given:
+                calls.begin(one)
+            if formed := [*calls.release(reason)]:
                 for one in formed:
                     del one["index"]
-                choice["message"] = {**message, CALLS: formed}
-            self._end(choice, calls, ended=True)
+                message[CALLS] = formed
+            elif given:
+                message["content"] = message.get("content") or ""
+            self._end(choice, calls, reason)
 
     def read_chunk(self, frame: Json) -> bool:
         """Give a chunk its form; return whether that has changed it. Raise `AnswerMalformed`."""
@@ -101,18 +79,20 @@ class EngineAnswer:
             self.renames = True
         for place, choice in enumerate(objects_in(frame, "choices")):
             delta, calls = object_in(choice, "delta"), self._calls_of(choice, place)
-            changed |= _spell_reasoning(delta)
-            given = objects_in(delta, CALLS)
+            changed |= _spell_reasoning(delta) or _CALL in delta
+            given = _take_calls(delta)
             calls.add(given)
-            ended = bool(choice.get("finish_reason"))
-            formed = [*calls.release(ended=ended)]
-            if formed != [*given]:
-                changed = True
-                choice["delta"] = delta = {**delta, CALLS: formed}
-                if not formed:
-                    del delta[CALLS]
-            changed |= self._end(choice, calls, ended=ended)
+            reason = _reason_of(choice) if choice.get("finish_reason") else ""
+            if formed := [*calls.release(reason)]:
+                choice["delta"] = {**delta, CALLS: formed}
+            changed |= formed != given
+            changed |= self._end(choice, calls, reason)
         return changed
+
+    @property
+    def left_out(self) -> int:
+        """Return how many calls were left out."""
+        return sum(len(calls.calls) - calls.kept for calls in self._calls.values())
 
     def _calls_of(self, choice: Mapping[str, Any], place: int) -> _Calls:
         index = choice.get("index")
@@ -120,21 +100,17 @@ class EngineAnswer:
         if number not in self._calls:
             if len(self._calls) == _MAX_CHOICES:
                 raise AnswerMalformed("choices")
-            self._calls[number] = _Calls(f"call_{self._stem}{number:x}")
+            self._calls[number] = _Calls(f"call_{self._stem}{number:x}", self._rules)
         return self._calls[number]
 
-    def _end(self, choice: Json, calls: _Calls, *, ended: bool) -> bool:
+    def _end(self, choice: Json, calls: _Calls, reason: str) -> bool:
         """Name the reason of the end by what the answer has; return whether it changed."""
-        given = choice.get("finish_reason")
-        reason = _REASONS.get(given) if ended and isinstance(given, str) else None
-        if ended and reason is None:
-            # What it sent as the answer may be the text of an exception.
-            raise AnswerMalformed("finish_reason")
         if reason in ("stop", CALLS):
-            reason = CALLS if calls.calls else "stop"
-            self._rules.check([one.name for one in calls.calls])
-        choice["finish_reason"] = reason
-        return bool(reason != given)
+            reason = CALLS if calls.kept else "stop"
+            if self._rules.forced and not calls.kept:
+                raise FieldUnheld("tool_choice")
+        given, choice["finish_reason"] = choice.get("finish_reason"), reason or None
+        return bool(choice["finish_reason"] != given)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,8 +123,8 @@ class _Call:
     chars: int = 0
     sent: int = 0
     """Pieces that have been passed on."""
-    begun: bool = False
-    """It has been passed on."""
+    place: int | None = None
+    """The number that the client knows; -1: the call is left out; None: not decided yet."""
 
     @property
     def whole(self) -> bool:
@@ -178,9 +154,12 @@ class _Calls:
     """
 
     stem: str
+    rules: CallRules
     calls: list[_Call] = field(default_factory=list)
     open: int = 0
     """The number of the call that is passed on."""
+    kept: int = 0
+    """Calls that are passed on, and not left out."""
 
     def add(self, pieces: Any) -> None:
         """Add the pieces of one chunk; raise `AnswerMalformed`."""
@@ -218,25 +197,35 @@ class _Calls:
             raise AnswerMalformed(CALLS)
         return call
 
-    def release(self, *, ended: bool) -> Iterator[Json]:
-        """Yield what may be passed on now; after the end, all. Raise `AnswerMalformed`."""
+    def release(self, reason: str) -> Iterator[Json]:
+        """Yield what may be passed on now; after the end, which has a reason, all.
+
+        Raise `AnswerMalformed`.
+        """
         while self.open < len(self.calls):
             call = self.calls[self.open]
-            if ended and not call.name:
+            last = self.open + 1 == len(self.calls)
+            cut = last and reason in CUT
+            if reason and not (call.name or cut):
                 raise AnswerMalformed(CALLS)
-            if ended and not "".join(call.pieces).strip():
+            if reason and not cut and not "".join(call.pieces).strip():
                 call.add("{}")
             if call.name:
-                piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
-                if not call.begun:
-                    call.begun = True
-                    yield {"index": self.open, **call_of(call.id, call.name, piece)}
-                elif piece:
-                    yield {"index": self.open, "function": {"arguments": piece}}
-            last = self.open + 1 == len(self.calls)
-            if last or not (ended or call.whole):
+                yield from self._pass_on(call)
+            if last or not (reason or call.whole):
                 break
             self.open += 1
+
+    def _pass_on(self, call: _Call) -> Iterator[Json]:
+        """Yield what the client lacks of a call, which has a name."""
+        piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
+        if call.place is None and not self.rules.admits(call.name, self.kept):
+            call.place = -1
+        elif call.place is None:
+            call.place, self.kept = self.kept, self.kept + 1
+            yield {"index": call.place, **call_of(call.id, call.name, piece)}
+        elif piece and call.place >= 0:
+            yield {"index": call.place, "function": {"arguments": piece}}
 
     def _find(
         self, piece: Mapping[str, Any], name: str, arguments: str, touched: list[_Call]
@@ -257,6 +246,24 @@ class _Calls:
         if name != call.name or (not given_id and any(one is call for one in touched)):
             return None
         return None if call.whole and not call.repeats(arguments) else call
+
+
+def _take_calls(message: Json) -> list[Json]:
+    """Remove the calls of a message or a delta, also one in the form of 2023; return them."""
+    call, calls = object_in(message, _CALL), objects_in(message, CALLS)
+    message.pop(_CALL, None)
+    message.pop(CALLS, None)
+    return calls or ([{"index": 0, "function": call}] if call else [])
+
+
+def _reason_of(choice: Mapping[str, Any]) -> str:
+    """Return the reason of an end as clients know it; raise `AnswerMalformed`."""
+    given = choice.get("finish_reason")
+    reason = _REASONS.get(given) if isinstance(given, str) else None
+    if reason is None:
+        # What it sent as the answer may be the text of an exception.
+        raise AnswerMalformed("finish_reason")
+    return reason
 
 
 def _arguments_of(function: Mapping[str, Any]) -> str:

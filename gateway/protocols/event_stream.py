@@ -29,7 +29,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
-_CONTENT = ("content", "reasoning_content", "tool_calls")
+_CONTENT = ("content", "reasoning_content", "tool_calls", "refusal")
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
 
@@ -99,7 +99,7 @@ class StreamScanner:
         self.encoder = encoder
         self._keep_alive = keep_alive
         self._reader = reader or AnswerReader()
-        self._answer = answer
+        self.answer = answer
         self._facts = self._reader.facts
         self._line = b""
         """Of the event that is being read."""
@@ -237,15 +237,15 @@ class StreamScanner:
         if not isinstance(frame, dict):
             return self._break("an event is no JSON object")
         state = self.state
-        alien = self._answer is not None and "choices" not in frame
+        alien = self.answer is not None and "choices" not in frame
         if frame.get("error") is not None or (alien and frame.keys() & _FAULTS):
             state.error = text
             # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
         if alien and "usage" not in frame:
             return b""  # no part of an answer: nobody knows what it tells
-        if self._answer is not None:
-            event = self._formed(self._answer, event, frame)
+        if self.answer is not None:
+            event = self._formed(self.answer, event, frame)
             if state.broken:
                 return b""
         state.begun = True
@@ -374,6 +374,7 @@ class AnswerReader:
             cached_tokens=_count(cached),
             cached_known=cached is not None,
             written_tokens=_count(details.get("cache_write_tokens")),
+            system_tokens=_count(details.get("system_tokens")),
         )
 
     @staticmethod

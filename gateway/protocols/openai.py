@@ -18,10 +18,10 @@ from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.strict_json import ITEMS_LIMIT, encode_json, objects_of
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, Json, LimitState
-from paceline.request.constraint import TOOL_GRAMMARS
+from paceline.protocol import RUNNING_USAGE_TOKENS
+from paceline.request.content import CONTINUES
 from paceline.request.fields import CACHE_SALT, FieldError, read_cache_salt
-from paceline.request.keys import check_keys
-from paceline.request.parser import read_profile
+from paceline.request.parser import USAGE_INTERVAL, read_profile
 from paceline.request.profile import GENERATING, Endpoint, RequestProfile
 from paceline.request.wires import UNSENT, canonical
 from policies.document import PolicyDocument
@@ -33,6 +33,7 @@ Message = Mapping[str, Any]
 # Between the texts of merged messages, so that none runs into the next.
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
+_RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 ANSWER_FIELDS = {
     Endpoint.CHAT: "choices",
@@ -138,9 +139,6 @@ class WireFormat:
         replaced: tuple[str, ...] = ()
         if _has_parts(body.get("messages")):
             body, replaced = readable(body, context.reading(requested))
-        choice = body.get("tool_choice")
-        if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-            body = _with_allowed_tools(body)
         defaults = sampling_defaults(policy, model, fleet.sampling)
         rules = policy.models.get(model)
         exact = rules is not None and rules.exact
@@ -226,7 +224,7 @@ class OpenAIStreamEncoder(StreamEncoder):
     ) -> None:
         self._include_usage = profile.include_usage
         self._include_metrics = include_metrics
-        self._running_usage = profile.running_usage
+        self._running_usage = profile.usage_interval is not None
         self._legacy_functions = profile.legacy_functions
         self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
 
@@ -294,43 +292,6 @@ def _has_parts(messages: Any) -> bool:
     return any(isinstance(message.get("content"), list) for message in objects_of(messages))
 
 
-def _with_allowed_tools(body: Mapping[str, Any]) -> Json:
-    """Return a body whose tools are those that its `tool_choice` allows; raise `FieldError`.
-
-    Engines know a mode alone.
-    """
-    field = "tool_choice.allowed_tools"
-    check_keys("CHAT tool_choice", body["tool_choice"])
-    check_keys(f"CHAT {field}", body["tool_choice"].get("allowed_tools"))
-    match body["tool_choice"].get("allowed_tools"), body.get("tools"):
-        case {"mode": "auto" | "required" as mode, "tools": [*references]}, [*tools]:
-            allowed = [_function_name(reference) for reference in references]
-            known = {_function_name(tool) for tool in tools} - {None}
-            for index, name in enumerate(allowed):
-                if name not in known:
-                    problem = "An allowed tool must be the name of one of 'tools'."
-                    raise FieldError(f"{field}.tools[{index}]", problem)
-            names = set(allowed)
-            kept = [tool for tool in tools if _function_name(tool) in names]
-            changed = {**body, "tools": kept, "tool_choice": mode}
-            if isinstance(grammars := body.get(TOOL_GRAMMARS), Mapping):
-                # Grammars of no tool at all are the client's mistake.
-                others = known - names
-                changed[TOOL_GRAMMARS] = {
-                    name: grammars[name] for name in grammars if name not in others
-                }
-            return changed
-    problem = f"'{field}' must have the mode auto or required, and some of 'tools'."
-    raise FieldError(field, problem)
-
-
-def _function_name(tool: Any) -> str | None:
-    match tool:
-        case {"function": {"name": str() as name}}:
-            return name
-    return None
-
-
 def _for_worker(body: Mapping[str, Any], profile: RequestProfile, *, in_place: bool) -> Json:
     """Return the body for a worker; it leaves nothing to an engine's own defaults."""
     # An explicit null means "absent", and strict engines reject it.
@@ -359,14 +320,18 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile, *, in_place: b
         sent["max_tokens"] = profile.max_tokens
     if profile.generation_prompt:
         sent.pop("add_generation_prompt", None)
-    if not profile.continues_message:
+    if profile.continues_message:
+        sent |= {"add_generation_prompt": False, "continue_final_message": True}
+    else:
         sent.pop("continue_final_message", None)
     if profile.endpoint is Endpoint.CHAT:
         sent["messages"] = normalise(body["messages"], in_place=in_place)
     if profile.stream:
         # Every request is accounted; the encoder removes usage that the client did not request.
         # A key pays for a stream that its client leaves by the usage so far.
-        sent["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        interval = profile.usage_interval
+        interval = RUNNING_USAGE_TOKENS if interval is None else interval
+        sent["stream_options"] = {**_RUNNING_USAGE, USAGE_INTERVAL: interval}
     return sent
 
 
@@ -383,7 +348,9 @@ def normalise(messages: Sequence[Message], *, in_place: bool = False) -> list[Me
         leading = next(roles, leading)
     system: list[Message] = []
     others: list[Message] = []
-    for at, message in enumerate(messages):
+    for at, given in enumerate(messages):
+        marked = any(name in given for name in CONTINUES)
+        message = {k: v for k, v in given.items() if k not in CONTINUES} if marked else given
         role, content = message["role"], message.get("content")
         if role in _SYSTEM_ROLES:
             (system if at < leading else others).append({**message, "role": "system"})

@@ -61,6 +61,14 @@ class Chat(ABC):
         return (parts[part] if part < len(parts) else place), found["rest"]
 
 
+def own_name(name: str, own_names: Mapping[str, str]) -> str:
+    """Return the client's name of a field, by those of whole fields, of which longer ones first."""
+    for chat_name, own in own_names.items():
+        if name == chat_name or name.startswith(f"{chat_name}."):
+            return own + name[len(chat_name) :]
+    return name
+
+
 def same_fields(body: Mapping[str, Any]) -> Json:
     """Return the fields of a body that a chat has too."""
     return {
@@ -68,14 +76,11 @@ def same_fields(body: Mapping[str, Any]) -> Json:
     }
 
 
-def with_own(chat: Json, own: Mapping[str, Any], named: Callable[[str], str]) -> None:
-    """Add what a wire asks for in its own fields; raise `FieldError` if the chat's differ.
-
-    `named` returns the own field behind a field of the chat.
-    """
+def with_own(chat: Json, own: Mapping[str, Any], own_names: Mapping[str, str]) -> None:
+    """Add what a wire asks for in its own fields; raise `FieldError` if the chat's differ."""
     for name, value in own.items():
         if chat.setdefault(name, value) != value:
-            problem = f"'{name}' and '{named(name)}' contradict each other."
+            problem = f"'{name}' and '{own_name(name, own_names)}' contradict each other."
             raise FieldError(name, problem)
 
 

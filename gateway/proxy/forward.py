@@ -19,11 +19,11 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.http import upstream
 from gateway.http.downstream import JSON_HEADERS, KEEPALIVE, EventWriter, ResponseWriter
 from gateway.protocols.base import WORKER_PATHS, AnswerMalformed
-from gateway.protocols.engine_answer import CallRules, EngineAnswer, FieldUnheld
+from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner
 from gateway.proxy.context import RequestContext
 from gateway.proxy.quarantine import Quarantine
-from gateway.proxy.relay import KeepAlive, StreamRelay
+from gateway.proxy.relay import KeepAlive, StreamRelay, log_calls
 from gateway.proxy.retry_budget import RetryBudget, RetryTurn
 from gateway.strict_json import (
     Pieces,
@@ -35,6 +35,7 @@ from gateway.strict_json import (
 )
 from gateway.types import UNUSED
 from paceline.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER
+from paceline.request.call_rules import read_call_rules
 from paceline.request.fields import CACHE_SALT
 from paceline.request.profile import GENERATING
 
@@ -471,6 +472,7 @@ class Forwarder:
         try:
             if form is not None:
                 form.read_whole(answer)
+                log_calls(context, form)
             if renamed:
                 answer["model"] = context.checked.asked_model
             if form is not None or renamed:
@@ -488,9 +490,7 @@ class Forwarder:
         if backend.sends_reports:
             return None
         inspected = context.checked
-        rules = CallRules.of(inspected.body)
-        if context.profile.legacy_functions:  # their clients get the first call
-            rules = rules._replace(single=False)
+        rules = read_call_rules(inspected.body)
         return EngineAnswer(secrets.token_hex(8), inspected.asked_model, rules)
 
     def _relay(

@@ -206,7 +206,7 @@ class ProxyHandler:
         gateway, limiter = self._gateway, context.api_key.rate_limiter
         context.caller = read_caller(scope, context.policy, context.api_key)
         if not (is_large(raw) or any(mark in raw for mark in PDF_MARKS)):
-            context.hold.add(footprint_bytes(raw))
+            context.hold.add(footprint_bytes(raw, bounded=True))
             await self._inspect_in(Turn(context.hold), scope, raw, context)
             return
         # A request that takes long is admitted before its cost is known.

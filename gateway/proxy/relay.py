@@ -16,6 +16,7 @@ from gateway import errors
 from gateway.engines.base import Engine
 from gateway.http import upstream
 from gateway.http.downstream import STREAM_HEADERS, EventWriter, ResponseWriter
+from gateway.protocols.engine_answer import EngineAnswer
 from gateway.protocols.event_stream import StreamScanner, comment_of
 from gateway.proxy.context import RequestContext
 from paceline.protocol import TOKENS_LINE
@@ -96,6 +97,7 @@ class StreamRelay:
             context.answered = state.complete and not context.wire_format.finishes
             if context.progress is not None:
                 context.progress.finished |= state.finished
+            log_calls(context, self.scanner.answer)
         return None
 
     @property
@@ -198,6 +200,12 @@ class StreamRelay:
             status = _STREAMED if backend.tells_fault else _REFUSED
             return backend.refusal(status, state.error, self.context.checked.body)
         return errors.WorkerFailed()
+
+
+def log_calls(context: RequestContext, answer: EngineAnswer | None) -> None:
+    """Log how many calls of an engine the client does not get."""
+    if answer is not None and answer.left_out:
+        log.warning("calls.left_out request=%s count=%d", context.request_id, answer.left_out)
 
 
 class KeepAlive:

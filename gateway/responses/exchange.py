@@ -25,9 +25,10 @@ from gateway.http.downstream import (
     pieces,
 )
 from gateway.memory_budget import MemoryHold
-from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses import DONE, ResponsesFormat
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.responses.kept_items import KeptItems, new_id
+from gateway.state.expiring import TTL_S
 from gateway.types import Json
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ FOLLOWER_BYTES = 3 * PIECE_BYTES
 LOG_LIMIT_BYTES = 32 * 1024 * 1024
 """Of the events of one response in the background; a longer one fails."""
 ENDED_LIMIT = 256
-"""Responses in the background that have ended; the oldest is forgotten first."""
+"""Responses in the background that have ended; the oldest is forgotten first, or at its time."""
 ENDED_LIMIT_BYTES = 128 * 1024 * 1024
 _EVENT_BYTES = 64
 """Of an event beside its text."""
@@ -68,9 +69,10 @@ class EventLog:
         self._forgotten = False
 
     def append(self, piece: bytes) -> None:
-        """Append events; comments are left out."""
+        """Append events; comments are left out, and the end, which follows all of them."""
         if not piece.startswith(b"event:"):
             return
+        piece = piece.removesuffix(DONE)
         self.size_bytes += len(piece)
         had_room = self.hold.count(len(piece) + _EVENT_BYTES * piece.count(b"\n\n"))
         self.events += [one + b"\n\n" for one in piece.split(b"\n\n")[:-1]]
@@ -98,6 +100,7 @@ class EventLog:
                     for piece in pieces(b"".join(pending)):
                         yield piece
                 elif self.closed:
+                    yield DONE
                     return
                 else:
                     try:
@@ -148,6 +151,8 @@ class ResponseExchange(ResponsesFormat):
         self.owner = ""
         self.log: EventLog | None = None
         """Of a response in the background."""
+        self.ended_s = 0.0
+        """When that has ended."""
         self._service = service
         self._kept: KeptItems | None = None
         self._after: Json = {}
@@ -176,7 +181,9 @@ class ResponseExchange(ResponsesFormat):
         request = self.read(body)
         self._kept = kept = self._service.kept(hold, size_bytes)
         self.history, self._after = await kept.open(owner, request)
-        self.request = request._replace(items=await kept.resolve(owner, request.items))
+        self.request = request._replace(
+            items=await kept.resolve(owner, request.items, self.history)
+        )
 
     async def writer(self, client: ResponseWriter, cancel_scope: CancelScope) -> EventWriter:
         """Return what the response is written to; answer a request for the background.
@@ -299,6 +306,7 @@ class ResponsesService:
 
     def ended(self, exchange: ResponseExchange) -> None:
         """Forget the oldest of those that have ended, beyond the limits."""
+        exchange.ended_s = self.gateway.clock()
         if exchange.response_id in self._exchanges:
             self._exchanges.move_to_end(exchange.response_id)
         over = [(one, one.log) for one in self._exchanges.values() if one.log and one.log.closed]
@@ -319,10 +327,12 @@ class ResponsesService:
         return exchange if exchange is not None and exchange.owner == owner else None
 
     async def check(self) -> None:
-        """Check the deadlines of the responses in the background."""
-        now_s = asyncio.get_running_loop().time()
+        """Check the deadlines of the responses in the background, and forget those of a day ago."""
+        now_s, last_s = asyncio.get_running_loop().time(), self.gateway.clock() - TTL_S
         for exchange in tuple(self._exchanges.values()):
             exchange.check(now_s)
+            if exchange.log is not None and exchange.log.closed and exchange.ended_s <= last_s:
+                self.forget(exchange)
 
 
 async def _view(writer: ResponseWriter, event_log: EventLog) -> None:

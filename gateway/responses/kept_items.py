@@ -19,15 +19,16 @@ from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses.items import known_fields
 from gateway.protocols.responses.request import Item, ResponsesRequest
 from gateway.state.expiring import ExpiringRecords
-from gateway.strict_json import ITEMS_LIMIT, check_bounds, encode_body, footprint_bytes
+from gateway.strict_json import ITEMS_LIMIT, encode_body, footprint_bytes
 from gateway.types import Json
 
 _IDS = {
     "Response": re.compile(r"resp_[0-9a-f]{48}"),
     "Conversation": re.compile(r"conv_[0-9a-f]{48}"),
 }
-# An item names the response that it belongs to, its place there, and whether it was input.
-_ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})([0-9a-f]{4})(i?)")
+# An item names the response that it belongs to, its place there, and whether it was input; or it
+# names the conversation to which a client added it.
+_ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})(?:[0-9a-f]{4}i?|([0-9a-f]{10}c))")
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -93,18 +94,20 @@ class KeptItems:
             return items, previous
         return (), {}
 
-    async def resolve(self, owner: str, items: Sequence[Item]) -> tuple[Item, ...]:
-        """Return items with each reference replaced by what it names, if that is kept."""
-        if not any(item["type"] == "item_reference" for item in items):
+    async def resolve(
+        self, owner: str, items: Sequence[Item], history: Sequence[Item]
+    ) -> tuple[Item, ...]:
+        """Return items with each reference replaced by what it names in the history, or is kept."""
+        wanted = {_referred(item) for item in items} - {""}
+        if not wanted:
             return tuple(items)
-        stems = {
-            match[1]
-            for item in items
-            if item["type"] == "item_reference" and (match := _match(item.get("id")))
-        }
-        names = [f"resp_{stem}" for stem in sorted(stems)]
-        records = dict(zip(names, await self._read(owner, names), strict=True))
-        return tuple(_resolved(item, records) for item in items)
+        known = {item["id"]: item for item in history if item.get("id") in wanted}
+        matches = filter(None, map(_ITEM_ID.fullmatch, wanted - known.keys()))
+        names = {f"{'conv' if match[2] else 'resp'}_{match[1]}" for match in matches}
+        for record in filter(None, await self._read(owner, sorted(names))):
+            kept = record["items"] if "items" in record else [*record["input"], *record["output"]]
+            known |= {item["id"]: item for item in kept if item["id"] in wanted}
+        return tuple(known.get(_referred(item), item) for item in items)
 
     async def keep_response(
         self,
@@ -160,11 +163,12 @@ class KeptItems:
         self, owner: str, items: Sequence[Item], metadata: Mapping[str, str]
     ) -> Json:
         """Create a conversation with these items."""
+        name = new_id("conv")
         conversation: Json = {
-            "id": new_id("conv"),
+            "id": name,
             "created_at": int(self._now_s()),
             "metadata": metadata,
-            "items": named_items(items),
+            "items": named_items(name, items),
         }
         data = await self._encoded(conversation)
         if not data or not await self._put(owner, conversation["id"], data):
@@ -225,9 +229,13 @@ class KeptItems:
         return parsed
 
 
-def named_items(items: Sequence[Item]) -> list[Item]:
-    """Return items with ids of their own."""
-    return [{"id": new_id(_prefix(item)), **known_fields(item)} for item in items]
+def named_items(conversation_id: str, items: Sequence[Item]) -> list[Item]:
+    """Return items with ids of their own, which name their conversation."""
+    stem = conversation_id.removeprefix("conv_")
+    return [
+        {"id": f"{_prefix(item)}_{stem}{secrets.token_hex(5)}c", **known_fields(item)}
+        for item in items
+    ]
 
 
 def _footprint_bytes(found: Sequence[bytes | None]) -> int:
@@ -237,7 +245,7 @@ def _footprint_bytes(found: Sequence[bytes | None]) -> int:
 def _encode(record: Json, size_bytes: int) -> bytes:
     data = b"".join(encode_body(record, size_bytes))
     try:
-        check_bounds(data)
+        footprint_bytes(data, bounded=True)
     except errors.BodyNotJson:
         return b""
     return data
@@ -259,16 +267,7 @@ def _extend(kept: list[Item], items: Sequence[Item]) -> None:
     kept += items
 
 
-def _match(name: object) -> re.Match[str] | None:
-    return _ITEM_ID.fullmatch(name) if isinstance(name, str) else None
-
-
-def _resolved(item: Item, records: Mapping[str, Json | None]) -> Item:
-    """Return what a reference names; the reference if that is not kept."""
-    match = _match(item.get("id")) if item["type"] == "item_reference" else None
-    record = match and records.get(f"resp_{match[1]}")
-    if not match or not record:
-        return item
-    items = record["input" if match[3] else "output"]
-    index = int(match[2], 16)
-    return items[index] if index < len(items) and items[index]["id"] == match[0] else item
+def _referred(item: Item) -> str:
+    """Return the id that a reference names; empty for another item."""
+    name = item.get("id") if item["type"] == "item_reference" else ""
+    return name if isinstance(name, str) else ""

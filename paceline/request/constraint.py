@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from paceline.request.call_rules import read_call_rules
 from paceline.request.fields import FieldError, Fields
 from paceline.request.keys import check_keys
 
@@ -57,6 +58,8 @@ class Constraint(NamedTuple):
     """
     param: str
     """Path of the field that holds it, for errors."""
+    tools: tuple[str, ...] = ()
+    """The names of all tools of the request, of which a path has the index."""
 
 
 def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
@@ -75,18 +78,19 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
 
 
 def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
-    """Return the constraint of free calls of which some are strict; the tools have been checked.
+    """Return the constraint of free calls of which some are strict, or not all are allowed.
 
-    A function with a grammar is strict too.
+    A function with a grammar is strict too. The tools have been checked.
     """
-    grammars = body.get(TOOL_GRAMMARS) or {}
-    functions = [tool["function"] for tool in body.get("tools") or ()]
+    rules, tools = read_call_rules(body), body.get("tools") or ()
+    functions = [tool["function"] for tool in tools if tool["function"]["name"] in rules.names]
+    grammars = _grammars_of(body, functions)
     strict = {
         function["name"]
         for function in functions
         if function.get("strict") is True or function["name"] in grammars
     }
-    if not strict:
+    if not strict and len(functions) in (0, len(tools)):
         return None
     parameters = {
         function["name"]: (function.get("parameters") or {"additionalProperties": False})
@@ -94,9 +98,9 @@ def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
         else {}
         for function in functions
     }
-    limit = 1 if body.get("parallel_tool_calls") is False else _MAX_CALLS
+    limit = min(rules.limit or _MAX_CALLS, _MAX_CALLS)
     value = {"limit": limit, "functions": parameters, "grammars": grammars, "style": style}
-    return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools")
+    return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools", _names_of(tools))
 
 
 def call_fields(body: Mapping[str, Any], constraint: Constraint | None) -> tuple[str, ...]:
@@ -153,29 +157,27 @@ def text_argument(parameters: Any) -> str | None:
 
 def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint of `tool_choice`; the tools have been checked."""
-    choice, named = body.get("tool_choice"), None
-    if isinstance(choice, Mapping):
-        function = choice.get("function")
-        named = function.get("name") if isinstance(function, Mapping) else None
-    if choice != "required" and not isinstance(named, str):
+    rules = read_call_rules(body)
+    if not rules.forced:
         return None
-    tools = [tool["function"] for tool in body.get("tools") or ()]
-    functions = {
-        function["name"]: function.get("parameters") or {}
-        for function in tools
-        if named in (None, function["name"])
-    }
-    if not functions:
-        raise FieldError("tool_choice", "'tool_choice' must choose one of 'tools'.")
-    single = named is not None or body.get("parallel_tool_calls") is False
-    grammars = body.get(TOOL_GRAMMARS) or {}
+    tools = [tool["function"] for tool in body["tools"] if tool["function"]["name"] in rules.names]
     value = {
-        "limit": 1 if single else _MAX_CALLS,
-        "functions": functions,
-        "grammars": {name: grammars[name] for name in functions if name in grammars},
+        "limit": min(rules.limit or _MAX_CALLS, _MAX_CALLS),
+        "functions": {function["name"]: function.get("parameters") or {} for function in tools},
+        "grammars": _grammars_of(body, tools),
         "strict": [function["name"] for function in tools if function.get("strict") is True],
     }
-    return Constraint(ConstraintKind.CALLS, value, "tools")
+    return Constraint(ConstraintKind.CALLS, value, "tools", _names_of(body["tools"]))
+
+
+def _names_of(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(tool["function"]["name"] for tool in tools)
+
+
+def _grammars_of(body: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the grammars of these functions, by their names."""
+    grammars = body.get(TOOL_GRAMMARS) or {}
+    return {one["name"]: grammars[one["name"]] for one in functions if one["name"] in grammars}
 
 
 def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:

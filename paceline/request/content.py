@@ -34,6 +34,7 @@ _PROMPT_TOKENS_LIMIT = 1 << 21
 _CHARS_A_TOKEN = 4
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
 _PIECE_CHARS = 4096
+_BASE64_CHARS = 256 * 1024
 # A photograph has a dozen segments before its pixels; more segments only cost time.
 _JPEG_SEGMENTS_LIMIT = 256
 _CHUNKS_LIMIT = 4096
@@ -50,6 +51,22 @@ class PictureInvalid(ValueError):
 def content_of(url: str) -> str:
     """Return the base64 text of a picture's `data:` URL; raise `PictureInvalid`."""
     return url[_begin_of_content(url) :]
+
+
+def decode_base64(text: str) -> bytes:
+    """Decode a text, which may have line breaks, by short calls; raise `ValueError`.
+
+    One call for 32 MB would hold up all other threads for 150 ms.
+    """
+    content, rest = bytearray(), ""
+    for begin in range(0, len(text), _BASE64_CHARS):
+        rest += "".join(text[begin : begin + _BASE64_CHARS].split())
+        whole = len(rest) // 4 * 4
+        content += binascii.a2b_base64(rest[:whole], strict_mode=True)
+        rest = rest[whole:] or "=" * (rest[-1:] == "=")  # nothing may follow the padding
+    if rest.strip("="):
+        raise binascii.Error("The text ends within a group of four characters.")
+    return bytes(content)
 
 
 def _begin_of_content(url: str) -> int:
@@ -225,6 +242,8 @@ TOOL_NAME = rf"{_NAME_LETTER}(?:(?:{_NAME_LETTER}| ){{0,126}}?{_NAME_LETTER})?"
 reader can find there. Colons and spaces within it are letters; brackets and quotes are markup."""
 MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 """Optional texts of a message, for the chat template."""
+CONTINUES = ("prefix", "partial")
+"""Marks of a last message that the answer goes on from, as three other makers spell it."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 TEXT_PARTS = {
     "text": "text",
@@ -244,6 +263,8 @@ class Content:
     messages: int = 0
     prompts: int = 1
     text_chars: int = 0
+    continued: str = ""
+    """The place of the first mark by which the answer goes on from a message."""
     inside: Inside = field(default_factory=dict)
 
 
@@ -258,6 +279,7 @@ def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
     found = Content(messages=len(messages))
     for index, message in enumerate(messages):
         _read_message(message, f"messages[{index}]", found)
+        found.continued = found.continued or _mark_of(message, f"messages[{index}]")
     return found
 
 
@@ -337,6 +359,17 @@ def _check_call(call: Any, where: str, inside: Inside) -> None:
     if isinstance(call, Mapping):
         function = call.get("function")
         check_keys("CHAT messages.tool_calls.function", function, inside, f"{where}.function")
+
+
+def _mark_of(message: Mapping[str, Any], where: str) -> str:
+    """Return the place of the mark by which the answer goes on from a message; empty: none."""
+    for name in CONTINUES:
+        mark = message.get(name)
+        if not isinstance(mark, bool | None):
+            raise FieldError(f"{where}.{name}", f"'{name}' must be true or false.")
+        if mark:
+            return f"{where}.{name}"
+    return ""
 
 
 def _read_part(part: Any, where: str, found: Content) -> None:

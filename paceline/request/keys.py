@@ -34,7 +34,8 @@ CHAT tool_choice.function: name
 CHAT tool_choice.allowed_tools: mode tools
 CHAT response_format: type json_schema schema
 CHAT response_format.json_schema: name description schema strict
-CHAT stream_options: include_usage continuous_usage_stats | include_obfuscation
+CHAT stream_options: include_usage continuous_usage_stats usage_interval_tokens
+  | include_obfuscation
 RERANK documents: text | id title url metadata
 RESPONSES input: $echo role content phase summary encrypted_content call_id arguments input output
   name execution tools | $cache

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.constraint import (
     call_fields,
     check_size,
@@ -35,6 +36,8 @@ from paceline.request.profile import (
 )
 from paceline.request.wires import WIRE_OF, canonical, read_ignored, spellings
 
+USAGE_INTERVAL = "usage_interval_tokens"
+"""Of `stream_options`: chunks need not have the usage so far before so many further tokens."""
 _FUNCTION_FIELDS = (
     ("description", str, "a string"),
     ("parameters", Mapping, "an object"),
@@ -95,11 +98,14 @@ def _read(
         return rerank_profile(read_rerank(body, access, inside), (*ignored, *inside))
     fields = access(body)
     content = read_content(body, endpoint)
+    continues = _read_continuation(fields, body, content.continued)
     _check_template_kwargs(body.get("chat_template_kwargs"))
     _check_choices(body)
     stream = fields.flag("stream")
     tools = _read_tools(body, content.inside)
     check_tool_grammars(body)
+    fields.choice("parallel_tool_calls")
+    fields.integer(MAX_TOOL_CALLS, None, low=1)
     stream_options = _read_stream_options(body, content.inside, stream=stream)
     max_tokens = _read_max_tokens(fields, endpoint)
     constraint = read_constraint(body)
@@ -108,7 +114,7 @@ def _read(
         model=fields.text("model"),
         stream=stream,
         include_usage=stream_options.flag("include_usage"),
-        running_usage=stream_options.flag("continuous_usage_stats"),
+        usage_interval=_read_usage_interval(stream_options),
         metrics=body.get("metrics") is not None,
         token_sources=fields.flag("token_sources"),
         media=tuple(sorted(content.media.items())),
@@ -119,8 +125,8 @@ def _read(
         stop_tokens=_read_stop_tokens(body.get("stop_token_ids")),
         ignore_eos=fields.flag("ignore_eos"),
         prompt_limit=_read_prompt_limit(fields, content.media),
-        generation_prompt=fields.choice("add_generation_prompt") is not False,
-        continues_message=_read_continuation(fields, body),
+        generation_prompt=not continues and fields.choice("add_generation_prompt") is not False,
+        continues_message=continues,
         choices=_read_choices(fields, content.prompts),
         top_logprobs=_read_logprobs(fields, endpoint),
         tools=bool(tools),
@@ -233,14 +239,16 @@ def _read_prompt_limit(fields: Fields, media: Mapping[str, int]) -> int | None:
     return limit
 
 
-def _read_continuation(fields: Fields, body: Mapping[str, Any]) -> bool:
-    name = "continue_final_message"
-    if not fields.flag(name):
+def _read_continuation(fields: Fields, body: Mapping[str, Any], mark: str) -> bool:
+    """Return whether the answer goes on from the last message, as the field or a mark asks."""
+    name = mark or "continue_final_message"
+    if not (fields.flag("continue_final_message") or mark):
         return False
-    last = body["messages"][-1]
-    if fields.choice("add_generation_prompt") is not False:
+    messages, begins = body["messages"], fields.choice("add_generation_prompt")
+    if begins or (begins is None and not mark):
         raise FieldError(name, f"'{name}' needs 'add_generation_prompt': false.")
-    if last["role"] != "assistant" or last.get("tool_calls"):
+    last, in_last = messages[-1], mark.startswith(f"messages[{len(messages) - 1}].") or not mark
+    if not in_last or last["role"] != "assistant" or last.get("tool_calls"):
         raise FieldError(
             name, f"'{name}' needs a last message that is the assistant's, without tool calls."
         )
@@ -312,15 +320,10 @@ def _read_tools(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
 
 def _check_choices(body: Mapping[str, Any]) -> None:
     choice = body.get("tool_choice")
-    named = isinstance(choice, Mapping) and choice.get("type", "function") == "function"
-    if not named and choice not in (None, "auto", "none", "required"):
-        raise FieldError(
-            "tool_choice",
-            "'tool_choice' must be auto, none, required, a function or allowed tools.",
-        )
     check_keys("CHAT tool_choice", choice)
     if isinstance(choice, Mapping):
-        check_keys("CHAT tool_choice.function", choice.get("function"))
+        for name in ("function", "allowed_tools"):
+            check_keys(f"CHAT tool_choice.{name}", choice.get(name))
     if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
         raise FieldError("metrics", "'metrics' must be summary or detailed.")
     if body.get("reasoning_effort") not in (None, *REASONING_EFFORTS):
@@ -355,3 +358,8 @@ def _read_stream_options(body: Mapping[str, Any], inside: Inside, *, stream: boo
     given = Fields(body).object("stream_options")
     check_keys("CHAT stream_options", given, inside)
     return Fields(given)
+
+
+def _read_usage_interval(options: Fields) -> int | None:
+    interval, running = options.integer(USAGE_INTERVAL, 0, low=0), "continuous_usage_stats"
+    return interval if options.flag(running) and options.flag("include_usage") else None

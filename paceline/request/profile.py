@@ -94,9 +94,9 @@ class RequestProfile(NamedTuple):
     model: str
     stream: bool = False
     include_usage: bool = False
-    running_usage: bool = False
-    """Chunks of a stream have the usage so far, at least every 32 tokens (vLLM's name for it is
-    `continuous_usage_stats`)."""
+    usage_interval: int | None = None
+    """Chunks of a stream have the usage so far at least after so many tokens; 0: each chunk (vLLM's
+    name for it is `continuous_usage_stats`); None: only the last one, if any."""
     metrics: bool = False
     """Whether the request asks for draft metrics."""
     token_sources: bool = False

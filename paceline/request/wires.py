@@ -45,17 +45,17 @@ chats: $text chat_template_kwargs enable_thinking reasoning_effort thinking_budg
   thinking_token_budget include_reasoning
 counted: max_tokens max_completion_tokens n logprobs stream_options token_sources
 CHAT: $chats $counted messages tools tool_choice tool_grammars parallel_tool_calls top_logprobs
-  add_generation_prompt continue_final_message
+  add_generation_prompt continue_final_message max_tool_calls
 COMPLETIONS: $text $counted prompt echo
 RESPONSES: $chats background conversation include input instructions max_output_tokens metadata
-  parallel_tool_calls previous_response_id reasoning store text tool_choice tools top_logprobs
-  truncation
+  max_tool_calls parallel_tool_calls previous_response_id reasoning store text tool_choice tools
+  top_logprobs truncation
 MESSAGES: $chats max_tokens messages system tools tool_choice tool_grammars stop_sequences thinking
   output_config output_format context_management mcp_servers thread compaction
 EMBEDDINGS: model input encoding_format dimensions truncate cache_salt
 RERANK: model query documents top_n return_documents truncate max_tokens_per_doc cache_salt
 paceline: draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars
-  truncate max_tokens_per_doc
+  truncate max_tokens_per_doc max_tool_calls
 servers: cache_prompt id_slot timings_per_token return_progress t_max_predict_ms dry_base
   dry_allowed_length dry_penalty_last_n dry_sequence_breakers mirostat_tau mirostat_eta
   xtc_threshold rid extra_key data_parallel_rank custom_labels bootstrap_host bootstrap_port
@@ -68,7 +68,6 @@ openai: user metadata store service_tier safety_identifier prompt_cache_key pred
   prompt_cache_retention prompt_cache_options
 ignored: $servers $vllm $openai
 ignored RESPONSES: client_metadata stream_options context_management image access_programs
-  max_tool_calls
 ignored MESSAGES: stream_options container inference_geo speed cache_control diagnostics
   billing_policy fallbacks fallback_credit_token user_profile_id workspace_id
 unserved RESPONSES: prompt moderation

@@ -6,7 +6,6 @@ Tests only send requests to them; a test that breaks a process starts one.
 import ctypes
 import gc
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from paceline.request.profile import Bypass, Sampling
-from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents, run_until_idle
+from tests.support.engine_lane import GREEDY, RowEvents, lanes_of, row_for, run_until_idle
 from tests.support.lapack import invert_by_lapack
 from tests.support.served_engine import (
     DemoGateway,
@@ -28,18 +27,12 @@ from tests.support.served_engine import (
 )
 from tests.support.worker_process import RunningWorker
 from workers.demo import CHECKPOINT
-from workers.engine.decode.memory_pressure import MemoryMonitor
-from workers.engine.decode.row import Row, SpeculationCounter
 from workers.engine.engine import Engine
-from workers.engine.lane.admission import Admission
-from workers.engine.lane.memory import MemoryEstimate
-from workers.engine.lane.scheduler import EngineParts, LaneScheduler
-from workers.engine.lane.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
+from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
 from workers.engine.prefix.cache import PrefixCache
-from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Generation, LaneName, LaneSettings, Prompt
+from workers.engine.types import LaneName, Prompt
 
 
 @pytest.fixture(autouse=True)
@@ -81,32 +74,13 @@ def make_lanes(checkpoint, prompt_renderer) -> Iterator[Callable[..., list[LaneS
     def make(
         names: Sequence[LaneName] = tuple(LaneName),
         *,
-        draft_tokens: int = 2,
-        max_rows: int = 8,
-        chunk_tokens: int = 512,
         prefix_cache: PrefixCache | None = None,
-        memory: MemoryEstimate | None = None,
-        monitor: MemoryMonitor | None = None,
-        sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
-        clock: Callable[[], float] = time.perf_counter,
-        **changes: Any,
+        **options: Any,
     ) -> list[LaneScheduler]:
-        changed = replace(checkpoint, **changes)
+        parts = {name: options.pop(name) for name in ("target", "head", "eos") if name in options}
         cache = PrefixCache(1 << 30) if prefix_cache is None else prefix_cache
-        parts = EngineParts(
-            settings=LaneSettings(
-                draft_tokens=draft_tokens,
-                max_rows=max_rows,
-                prefill_chunk_tokens=chunk_tokens,
-                prefill_budget_s=60.0,
-            ),
-            checkpoint=changed,
-            prompts=prompt_renderer,
-            admission=Admission(changed.target, memory or UNLIMITED_MEMORY, cache, monitor),
-            sparse_prefill=sparse_prefill,
-            clock=clock,
-        )
-        return [LaneScheduler(name, parts) for name in names]
+        changed = replace(checkpoint, **parts)
+        return lanes_of(changed, prompt_renderer, *names, cache=cache, **options)
 
     yield make
     gc.collect()
@@ -158,26 +132,21 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
         result = RowEvents()
-        draft_tokens = draft_tokens if (lane.has_head or looks_up) and not bypass else 0
-        result.row = Row(
-            generation=Generation(
-                request_id="test",
-                lane=lane.name,
-                prompt=Prompt(text=text),
-                sampling=sampling,
-                **options,
-            ),
-            prompt=prepared,
+        result.row = row_for(
+            lane,
+            prompt_renderer,
+            prepared,
+            draft_tokens if (lane.has_head or looks_up) and not bypass else 0,
+            max_tokens,
+            asked=Prompt(text=text),
+            sampling=sampling,
+            stop=stop,
+            options=options,
             seed=seed,
-            max_tokens=max_tokens,
-            ends=lane.ends,
-            draft_tokens=draft_tokens,
             draft_tokens_fixed=not adaptive,
             with_head=lane.has_head,
             looks_up=looks_up,
             bypass=bypass,
-            text=TextStream(prompt_renderer.decode, stop),
-            speculation=SpeculationCounter(draft_tokens),
             sink=result.on_event,
         )
         lane.add(result.row)

@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from typing import Any, cast
 
+import httpx
 import jsonschema_rs
 import openai
 import pytest
@@ -248,7 +249,7 @@ def test_a_schema_that_cannot_be_held_is_refused(openai_client, bad, named) -> N
             openai_client.chat.completions.create(
                 model="demo", messages=QUESTION, response_format=form, stream=stream
             )
-        assert refused.value.param == "response_format.json_schema.schema"
+        assert str(refused.value.param).startswith("response_format.json_schema.schema")
         assert named in refused.value.message
         assert "lenient" not in refused.value.message
 
@@ -268,8 +269,53 @@ def test_a_strict_tool_that_cannot_be_held_is_refused(openai_client, bad, named,
     """A free call of it is refused by the keyword as a forced one is."""
     with pytest.raises(openai.BadRequestError) as refused:
         ask(openai_client, tools=[tool("get_weather", closed(city=bad))], tool_choice=choice)
-    assert refused.value.param == "tools"
+    assert refused.value.param == f"tools[0].function.parameters.properties.city.{named[1:-1]}"
     assert named in refused.value.message
+
+
+def test_an_error_in_a_schema_names_its_place_at_each_wire(openai_client: OpenAI) -> None:
+    n = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/D"}]}
+    schema = closed(a={"type": "string"}, n=n)
+    schema["$defs"] = {"D": {"type": "array", "items": {"type": "strin"}}}
+    at = "$defs.D.items.type"
+    fine = {"name": "f", "parameters": closed(), "strict": True}
+    bad = {"name": "bad", "parameters": schema, "strict": True}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    chat: Any = {"messages": QUESTION}
+    tools = [{"type": "function", "function": one} for one in (fine, bad)]
+    only = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools[1:]}}
+    message = {"messages": QUESTION, "max_tokens": 9}
+    given = [{"name": one["name"], "input_schema": one["parameters"]} for one in (fine, bad)]
+    flat = [{"type": "function", **one} for one in (fine, bad)]
+    cases = [
+        ("chat/completions", chat | {"tools": tools}, f"tools[1].function.parameters.{at}"),
+        ("chat/completions", chat | {"tools": tools, "tool_choice": only},
+         f"tools[1].function.parameters.{at}"),
+        ("chat/completions", chat | {"response_format": FORMAT | {"json_schema": form}},
+         f"response_format.json_schema.schema.{at}"),
+        ("chat/completions", chat | {"guided_json": json.dumps(schema)}, f"guided_json.{at}"),
+        ("completions", {"prompt": "x", "structured_outputs": {"json": schema}},
+         f"structured_outputs.json.{at}"),
+        ("responses", {"input": "x", "tools": flat}, f"tools[1].parameters.{at}"),
+        ("responses", {"input": "x", "tools": [{"type": "namespace", "name": "s", "tools": flat}]},
+         f"tools[0].tools[1].parameters.{at}"),
+        ("responses", {"input": "x", "text": {"format": form}}, f"text.format.schema.{at}"),
+        ("messages", message | {"tools": given, "tool_choice": {"type": "any"}},
+         f"tools.1.input_schema.{at}"),
+        ("messages", message | {"output_config": {"format": form}},
+         f"output_config.format.schema.{at}"),
+    ]  # fmt: skip
+    with httpx.Client(base_url=str(openai_client.base_url)) as client:
+        for path, body, place in cases:
+            for stream in (False, True):
+                answer = client.post(path, json={"model": "demo", "stream": stream, **body})
+                error = answer.json()["error"]
+                assert answer.status_code == 400
+                assert "'type' is invalid" in error["message"]
+                if path == "messages":
+                    assert error["message"].startswith(f"{place}: ")
+                else:
+                    assert error["param"] == place
 
 
 def test_a_forced_call_of_a_tool_that_is_not_strict_needs_no_schema_that_can_be_held(

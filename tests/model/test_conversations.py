@@ -237,7 +237,7 @@ def test_any_schedule_of_conversations_gets_the_likeliest_tokens(
     # On a busy machine no transfer may take longer than reading.
     monkeypatch.setattr(prefix_exchange, "_reading_s", lambda *_: 60.0)
     conversations = ConversationRunner(
-        checkpoint, prompt_renderer, 11, 4 << 20, tmp_path, longest_answer=60
+        checkpoint, prompt_renderer, 17, 4 << 20, tmp_path, longest_answer=60
     )
     stats = conversations.run(tokens)
     conversations.close()

@@ -3,13 +3,17 @@
 import signal
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from paceline.protocol import ExitCode
 from workers.demo import CHECKPOINT
+from workers.doctor.measure import Session, measure_all
 from workers.doctor.report import Report
+from workers.engine.engine import load_engine
+from workers.engine.types import EngineSettings
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,9 +31,9 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
-    """Return the report of a short run, read from its file, and the text on the terminal."""
+    """Return the report of a whole run, read from its file, and the text on the terminal."""
     file = tmp_path_factory.mktemp("doctor") / "report.json"
-    process = doctor("--seconds", "1", "--json", str(file))
+    process = doctor("--seconds", "120", "--json", str(file))
     assert process.returncode == 0, process.stderr
     assert str(file) in process.stdout
     return Report.model_validate_json(file.read_text()), process.stdout
@@ -41,17 +45,24 @@ def test_the_report_has_machine_model_and_measurements(examined: tuple[Report, s
     assert report.model.shares_passes
     assert report.model.verifies_natively
     assert report.prefill_tokens_per_s > 0
-    assert (1, 0) in {(one.rows, one.k) for one in report.rounds}
+    assert {(one.rows, one.k) for one in report.rounds} == {*product((1, 2, 4, 8), range(4))}
     assert all(one.round_s > 0 and one.samples > 0 for one in report.rounds)
-    assert "What this machine should run" in text or not report.advice
-    assert report.failures == ()
+    assert len(report.acceptance) == 3
+    assert min(report.acceptance) > 0
+    assert report.exact is not None
+    assert report.exact.same_bits == report.exact.answers == 8
+    assert report.with_drafts is not None
+    assert report.in_company is not None
+    assert {*map(len, (report.skipped, report.failures))} == {0}
+    assert "What this machine should run" in text
+    assert all(line in " ".join(text.split()) for line in report.advice)
 
 
-def test_what_the_time_did_not_suffice_for_is_named(examined: tuple[Report, str]) -> None:
-    report, text = examined
-    measured = {f"rounds of {one.rows} with k = {one.k}" for one in report.rounds}
-    assert not measured & set(report.skipped)
-    assert all(f"- {name}" in text for name in report.skipped)
+def test_what_the_time_did_not_suffice_for_is_named_and_no_advice_rests_on_it() -> None:
+    engine = load_engine(EngineSettings(model=CHECKPOINT, served_name="demo"))
+    found = measure_all(Session(engine, until_s=0.0))
+    assert {"reading a prompt", "answers alone", "rounds of 1 with k = 0"} <= set(found["skipped"])
+    assert (found["rounds"], found["failures"]) == ((), ())
 
 
 def test_the_report_names_neither_folder_nor_host(examined: tuple[Report, str]) -> None:

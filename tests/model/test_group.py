@@ -112,6 +112,13 @@ def test_two_ranks_answer_as_one_worker_of_the_vlm_pool(group: Group) -> None:
     assert len(group.ranks) == 2
 
 
+def test_a_completion_of_no_tokens_has_no_text(group: Group) -> None:
+    body = {"model": "demo", "prompt": TEXT, "max_tokens": 0}
+    answer = group.client.post("/v1/completions", json=body).raise_for_status().json()
+    assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+
+
 def test_prompt_that_was_read_before_is_taken_from_the_cache(group: Group) -> None:
     first, second = (group.chat("Say hello.", max_tokens=4) for _ in range(2))
     assert first["choices"] == second["choices"]

@@ -93,7 +93,7 @@ def test_the_usage_of_a_prompt_is_told_once_it_is_read(real_worker: RunningWorke
         "prompt": [f"{at} {PROMPT[:300]}" for at in range(8)],
         "max_tokens": 1,
         "stream": True,
-        "stream_options": {"continuous_usage_stats": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     raw = httpx.post(f"{real_worker.url}/v1/completions", json=body, timeout=60).content
     events = [json.loads(one[6:]) for one in raw.split(b"\n\n") if one.startswith(b"data: {")]

@@ -192,7 +192,7 @@ def test_rows_of_two_lanes_share_one_memory_limit(make_lanes, submit) -> None:
     while any(lane.busy for lane in lanes):
         for lane in lanes:
             lane.step()
-            assert sum(map(slots_in_use, lanes)) <= 3 * 256
+            assert slots_in_use(lane) <= 3 * 256, "of all lanes"
 
     assert all(isinstance(result.end, Finished) for result in results)
 
@@ -229,7 +229,6 @@ def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, ask, checkpo
     ("rounds", "kinds"), [(3, 2), pytest.param(5, 10, marks=pytest.mark.proof)]
 )
 def test_memory_does_not_grow_over_mixed_requests(make_lane, submit, rounds, kinds) -> None:
-    """`bench.engine.endurance` sends thousands of requests to a worker process."""
     prefix_cache = PrefixCache((1 << 20) * kinds // 10)
     lane = make_lane(prefix_cache=prefix_cache)
     number = itertools.count()

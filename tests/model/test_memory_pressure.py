@@ -98,15 +98,16 @@ def test_a_failed_allocation_sends_back_all_rows_and_the_oldest_is_read_first(
     assert report.bypass_counts == {}
 
 
-def test_a_failed_allocation_of_one_lane_keeps_the_oldest_row_of_the_other_alone(
+def test_a_failed_allocation_of_one_batch_keeps_the_oldest_row_of_another_alone(
     checkpoint, make_lanes, submit, device
 ) -> None:
     lanes = make_lanes(monitor=MemoryMonitor())
     first, *others = (
-        submit(lanes[at % 2], question, max_tokens=20) for at, question in enumerate(QUESTIONS)
+        submit(lanes[at % 2], question, max_tokens=20, draft_tokens=2 - at % 2 * 2)
+        for at, question in enumerate(QUESTIONS)
     )
-    while sum(lane.running_rows for lane in lanes) < 4:
-        for lane in lanes:
+    for lane in reversed(lanes):  # the batch without drafts comes first
+        while not lane.running_rows or lane.waiting_rows or lane.prefills:
             lane.step()
     device.failures = 1
     lanes[1].step()

@@ -4,11 +4,18 @@ import itertools
 
 import pytest
 
+from paceline.request.profile import Sampling
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_matches_reference
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import Delta, Finished
+
+GREEDY, PLAIN = {"adaptive": True}, {"draft_tokens": 0}
+SAMPLED = {"adaptive": True, "sampling": Sampling(temperature=0.8, top_p=0.9)}
+EXACT = {"draft_tokens": 0, "exact": True}
+LOOKING_UP = {"adaptive": True, "looks_up": True}
+PROMPTS = ("Count from 1 to 20.", "Tell me a story about a fox.")
 
 
 def has_open_step(lane: LaneScheduler) -> bool:
@@ -56,6 +63,41 @@ def test_an_open_step_is_finished_before_a_prompt_is_read(make_lane, submit, che
     run_until_idle(lane)
 
     assert_matches_reference(checkpoint, early, late)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "batches"),
+    [
+        ([GREEDY] * 2, [SAMPLED] * 2, 1),
+        ([GREEDY] * 2, [EXACT], 2),
+        ([GREEDY, PLAIN], [SAMPLED, PLAIN], 2),
+        ([LOOKING_UP], [PLAIN], 2),
+    ],
+)
+def test_rows_of_both_lanes_share_batches_and_the_device_always_has_a_step(
+    make_lanes, submit, first, second, batches
+) -> None:
+    """Once the costs are known, one step in 32 is read while the device computes none."""
+    lanes = make_lanes(eos=frozenset())
+    for _ in range(2):
+        rows = [
+            submit(lane, prompt, max_tokens=120, **options)
+            for lane, mix in zip(lanes, (first, second), strict=True)
+            for options, prompt in zip(mix, PROMPTS, strict=False)
+        ]
+        while sum(lane.running_rows for lane in lanes) < len(rows):
+            for lane in lanes:
+                lane.step()
+        assert len(lanes[0]._decoder.rows_by_batch()) == batches
+        before = [lane.counters.report() for lane in lanes]
+        while all(result.end is None for result in rows):
+            for lane in lanes:
+                lane.step()
+        after = [lane.counters.report() for lane in lanes]
+        run_until_idle(*lanes)
+    for then, now in zip(before, after, strict=True):
+        assert now.steps - then.steps > 12
+        assert now.steps_ahead - then.steps_ahead >= 0.9 * (now.steps - then.steps)
 
 
 @pytest.mark.parametrize("ends_first", [True, False], ids=["first row", "last row"])

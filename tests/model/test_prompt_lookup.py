@@ -195,6 +195,7 @@ def test_a_row_of_a_deleted_scope_looks_up_nothing_more(headless_lane, submit) -
         lane.step()
     assert result.row.lookup is not None
     lane.stop_caching(None)
+    lane.finish_open_steps()
     before = result.row.speculation.total().steps
     run_until_idle(lane)
     assert (result.row.lookup, result.end.speculation.steps) == (None, before)

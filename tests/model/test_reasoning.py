@@ -209,15 +209,17 @@ async def test_a_client_need_not_see_the_reasoning(client: AsyncOpenAI) -> None:
     fields["extra"]["include_reasoning"] = False
     hidden = await ask(client, **fields)
     assert parts(hidden.choices[0].message) == (None, content)
+    assert hidden.choices[0].message.model_dump()["reasoning_content"] is None
     assert hidden.usage.completion_tokens_details.reasoning_tokens == 4
     assert (await stream(client, **fields))[:2] == ("", content)
 
 
 async def test_a_template_that_closes_the_reasoning_leaves_none(client: AsyncOpenAI) -> None:
-    """Without thinking the message has neither field, and the count is 0."""
+    """Without thinking both fields are null, as the model can reason, and the count is 0."""
     plain = await ask(client, extra={"chat_template_kwargs": {"enable_thinking": False}})
     assert parts(plain.choices[0].message)[0] is None
-    assert "reasoning" not in plain.choices[0].message.model_dump()
+    message = plain.choices[0].message.model_dump()
+    assert (message["reasoning"], message["reasoning_content"]) == (None, None)
     assert plain.choices[0].message.content
     assert plain.usage.completion_tokens_details.reasoning_tokens == 0
 

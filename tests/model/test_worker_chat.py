@@ -223,6 +223,9 @@ async def test_an_answer_goes_on_from_a_last_message_that_is_its_beginning(chat:
     rest = await chat(messages=messages, temperature=0, max_tokens=8, extra_body=fields)
     assert [begun + text for text in texts_of(rest)] == texts_of(whole)
     assert rest.usage.prompt_tokens == whole.usage.prompt_tokens + 4
+    for mark in ("prefix", "partial"):
+        marked = [*QUESTION, {"role": "assistant", "content": begun, mark: True}]
+        assert texts_of(await chat(messages=marked, temperature=0, max_tokens=8)) == texts_of(rest)
     for invalid in ({**fields, "add_generation_prompt": True}, {"continue_final_message": True}):
         with pytest.raises(openai.BadRequestError, match="continue_final_message"):
             await chat(extra_body=invalid)

@@ -21,20 +21,17 @@ from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 
-from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
-from workers.engine.decode.row import Row, SpeculationCounter
-from workers.engine.lane.admission import Admission
+from tests.support.engine_lane import RowEvents, lanes_of, row_for
 from workers.engine.lane.prefix_exchange import PrefixExchange
-from workers.engine.lane.scheduler import EngineParts, LaneScheduler
+from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.lane.thread import EngineThread
 from workers.engine.model.checkpoint import Checkpoint
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.prefix.files import PrefixCacheFiles
 from workers.engine.prefix.transfer import CacheLayout, PrefixOffer, PrefixQuery
 from workers.engine.startup.probes import probe_cache_layout
-from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PromptRenderer
-from workers.engine.types import Finished, Generation, LaneName, LaneSettings, Prompt
+from workers.engine.types import Finished, LaneName, Prompt
 
 Messages: TypeAlias = tuple[dict[str, str], ...]
 T = TypeVar("T")
@@ -76,13 +73,9 @@ class _Engine:
         files = PrefixCacheFiles(folder, 16 * cache_bytes, "demo", b"secret")
         self.cache = PrefixCache(cache_bytes, files)
         self.exchange = PrefixExchange(self.cache, _SameThread(), layout, "demo", cuttable=False)
-        parts = EngineParts(
-            settings=LaneSettings(draft_tokens=3, prefill_chunk_tokens=192, prefill_budget_s=60.0),
-            checkpoint=checkpoint,
-            prompts=prompts,
-            admission=Admission(checkpoint.target, UNLIMITED_MEMORY, self.cache),
+        self.lanes = lanes_of(
+            checkpoint, prompts, *LaneName, draft_tokens=3, chunk_tokens=192, cache=self.cache
         )
-        self.lanes = [LaneScheduler(name, parts) for name in LaneName]
 
 
 @dataclass(frozen=True)
@@ -206,21 +199,16 @@ class ConversationRunner:
             continues=self._rng.random() < 0.7,
             scope=scope,
         )
-        draft_tokens = self._rng.choice((0, 3, 3, 3))
         result = RowEvents()
-        result.row = Row(
-            generation=Generation(
-                request_id="conversation", lane=lane.name, prompt=prompt, sampling=GREEDY
-            ),
-            prompt=self._prompts.prepare(prompt),
-            seed=0,
-            max_tokens=self._rng.randint(1, self._longest_answer),
+        result.row = row_for(
+            lane,
+            self._prompts,
+            self._prompts.prepare(prompt),
+            self._rng.choice((0, 3, 3, 3)),
+            self._rng.randint(1, self._longest_answer),
+            asked=prompt,
             ends=lane.ends if self._rng.random() < 0.3 else frozenset(),
-            draft_tokens=draft_tokens,
-            draft_tokens_fixed=True,
             looks_up=self._rng.random() < 0.5,
-            text=TextStream(self._prompts.decode),
-            speculation=SpeculationCounter(draft_tokens),
             sink=result.on_event,
         )
         engine, other = self._engines

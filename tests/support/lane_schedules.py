@@ -6,6 +6,7 @@ from a cached prefix or not; sometimes the MTP head raises an error. The answer 
 that of its prompt alone, and its counts must add up after every step.
 """
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -15,19 +16,17 @@ import mlx.core as mx
 
 from paceline.protocol import LaneReport, Speculation
 from paceline.request.profile import Sampling
-from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
+from tests.support.engine_lane import GREEDY, RowEvents, lanes_of, row_for
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import is_near_tie, reference_decode
 from workers.engine.decode.draft_length import RUN_LENGTHS
-from workers.engine.decode.row import Row, SpeculationCounter
+from workers.engine.decode.row import Row
 from workers.engine.decode.sampler import SamplingContext, choose
-from workers.engine.lane.admission import Admission
-from workers.engine.lane.scheduler import EngineParts, LaneScheduler
+from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.model.checkpoint import Checkpoint
-from workers.engine.prefix.cache import PrefixCache
 from workers.engine.text.detokenizer import TextStream
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Finished, FinishReason, Generation, LaneName, LaneSettings, Prompt
+from workers.engine.types import Finished, FinishReason, LaneName, Prompt
 
 MAX_ANSWER_TOKENS = 40
 RULES = (
@@ -41,10 +40,10 @@ SYSTEMS = (
     "You are a help desk. " + "The red fox sees the old tree. " * 9,
 )
 SETTINGS = (
-    {"draft_tokens": 1, "max_rows": 8, "chunk_tokens": 512, "prefix_cache_bytes": 0},
-    {"draft_tokens": 2, "max_rows": 2, "chunk_tokens": 32, "prefix_cache_bytes": 1 << 30},
-    {"draft_tokens": 3, "max_rows": 5, "chunk_tokens": 64, "prefix_cache_bytes": 1 << 20},
-    {"draft_tokens": 4, "max_rows": 8, "chunk_tokens": 512, "prefix_cache_bytes": 1 << 30},
+    {"draft_tokens": 1, "max_rows": 8, "chunk_tokens": 512, "cache": 0},
+    {"draft_tokens": 2, "max_rows": 2, "chunk_tokens": 32, "cache": 1 << 30},
+    {"draft_tokens": 3, "max_rows": 5, "chunk_tokens": 64, "cache": 1 << 20},
+    {"draft_tokens": 4, "max_rows": 8, "chunk_tokens": 512, "cache": 1 << 30},
 )
 
 
@@ -224,23 +223,17 @@ class ScheduleRunner:
 
     def _submit(self, lane: LaneScheduler, rng: random.Random) -> ScheduledRow:
         plain = rng.random() < 0.7
-        row = Row(
-            generation=Generation(
-                request_id="schedule",
-                lane=lane.name,
-                prompt=Prompt(text=""),
-                sampling=GREEDY if plain else rng.choice(RULES),
-            ),
-            prompt=rng.choice(self._pool),
+        row = row_for(
+            lane,
+            self._prompts,
+            rng.choice(self._pool),
+            rng.randint(0, 4),
+            rng.randint(1, MAX_ANSWER_TOKENS),
+            sampling=GREEDY if plain else rng.choice(RULES),
             seed=rng.randrange(2),
-            max_tokens=rng.randint(1, MAX_ANSWER_TOKENS),
-            ends=lane.ends,
-            draft_tokens=rng.randint(0, 4),
             draft_tokens_fixed=rng.random() < 0.8,
-            text=TextStream(self._prompts.decode),
             looks_up=rng.random() < 0.5,
         )
-        row.speculation = SpeculationCounter(row.draft_tokens)
         stop: tuple[str, ...] = ()
         if rng.random() < 0.3:
             piece = rng.choice(self._replay(row))
@@ -272,20 +265,15 @@ class ScheduleRunner:
             )
         )
 
-    def _make_lane(
-        self, *, draft_tokens: int, max_rows: int, chunk_tokens: int, prefix_cache_bytes: int
-    ) -> LaneScheduler:
+    def _make_lane(self, **sizes: int) -> LaneScheduler:
         head = FailingPart(self._checkpoint.head, self._head_fails)
-        cache = PrefixCache(prefix_cache_bytes)
-        parts = EngineParts(
-            settings=LaneSettings(
-                draft_tokens=draft_tokens,
-                max_rows=max_rows,
-                prefill_chunk_tokens=chunk_tokens,
-                prefill_budget_s=60.0,
-            ),
-            checkpoint=replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # as a head
-            prompts=self._prompts,
-            admission=Admission(self._checkpoint.target, UNLIMITED_MEMORY, cache),
+        checkpoint = replace(self._checkpoint, head=head)  # type: ignore[arg-type]  # as a head
+        ticks = itertools.count(1_000_000).__next__  # all steps cost the same on any machine
+        (lane,) = lanes_of(
+            checkpoint,
+            self._prompts,
+            LaneName.TEXT_MTP,
+            clock=ticks,
+            **sizes,  # type: ignore[arg-type]
         )
-        return LaneScheduler(LaneName.TEXT_MTP, parts)
+        return lane

@@ -11,9 +11,9 @@ from openai.types import Completion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-OURS = frozenset(("store",))
-"""Fields of a response that the types of the package lack; OpenAI sends it too."""
-CHAT_OURS = frozenset(("metrics", "stop_reason"))
+OURS = frozenset("store presence_penalty frequency_penalty bytes error".split())
+"""Fields of a response and of its events that the types of the package lack; OpenAI sends them."""
+CHAT_OURS = frozenset(("metrics", "stop_reason", "system_tokens"))
 """Fields of a chat's answer that the types of the package lack; vLLM has the second."""
 PING = {"type": "ping"}
 """An event that Anthropic documents, and no type of the package describes."""

@@ -24,6 +24,7 @@ from paceline.lifecycle import Shutdown
 from paceline.protocol import LaneReport
 from tests.support.fake_clock import MovedClock
 from tests.support.http_server import Request, ServerConnection, serve_connections
+from tests.support.open_responses import CheckingTransport
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 ADMIN_KEY = "the-admin-key-of-all-gateways"
@@ -94,7 +95,7 @@ class RunningGateway:
     def __enter__(self) -> Self:
         self._thread.start()
         self.url, self.admin_url, _, settings, _ = self._listening.result(timeout=60)
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=60, transport=CheckingTransport())
         key = settings.admin_key
         assert key is not None
         self.admin_key = key.get_secret_value()

@@ -53,6 +53,7 @@ class StubPrompts:
     """A chat template that only joins its arguments."""
 
     tool_format: ToolFormat | None = FORMATS["qwen3_coder"]
+    reasoning_format: object = None
 
     def template_variables(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
         return {**given, "reasoning_effort": effort}

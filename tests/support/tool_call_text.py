@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from paceline.request.call_rules import CallRules
 from workers.demo import CHECKPOINT
 from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.text.tool_formats import FORMATS, ToolFormat, detect_tool_format
@@ -49,11 +50,11 @@ def read_calls(
     pieces: Iterable[str],
     tools: Sequence[Mapping[str, Any]] = (),
     *,
-    limit: int | None = None,
+    rules: CallRules | None = None,
     cut: bool | None = False,
 ) -> Read:
     """Feed pieces to a splitter, and end the text unless `cut` is None."""
-    splitter = ToolCallSplitter(tool_format, tools, limit=limit)
+    splitter = ToolCallSplitter(tool_format, tools, rules)
     read = Read("", [], [])
     out = [part for piece in pieces for part in splitter.feed(piece)]
     content = ""

@@ -118,6 +118,8 @@ def measure_all(session: Session) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with session.measuring("reading a prompt"):
         found["prefill_tokens_per_s"] = measure_reading(session)
+    # Answers first: without their acceptance, the time of a drafted round says nothing.
+    found |= _compare_answers(session)
     rounds = []
     # Plain rounds of all sizes first: the others are compared with them.
     for k in range(_longest_draft(session.engine) + 1):
@@ -125,7 +127,6 @@ def measure_all(session: Session) -> dict[str, Any]:
             with session.measuring(f"rounds of {rows} with k = {k}"):
                 rounds.append(measure_round(session, rows, k))
     found["rounds"] = tuple(rounds)
-    found |= _compare_answers(session)
     if (exact := found.get("exact")) and (changed := exact.answers - exact.same_bits):
         session.failures.append(
             f"Of {exact.answers} exact answers {changed} changed in the company of others."

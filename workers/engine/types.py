@@ -193,6 +193,8 @@ class Usage:
     cached_tokens: int = 0
     written_tokens: int = 0
     """Other prompt tokens that the prefix cache has stored for later prompts."""
+    system_tokens: int = 0
+    """Prompt tokens of the beginning that prompts share: tools and system prompt."""
     skipped_tokens: int = 0
     """Prompt tokens that SpecPrefill skipped."""
     reasoning_tokens: int = 0

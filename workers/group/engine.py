@@ -212,6 +212,11 @@ class GroupEngine:
         ranks = self._ranks
         if ranks is None or not self.ready:
             raise types.EngineStopped("The group starts again.")
+        if not answer.row.max_tokens:  # mlx-lm would write a token
+            answer.row.finish_reason = types.FinishReason.LENGTH
+            self._counters.record_finish(answer.row)
+            yield answer.row.finished_event()
+            return
         number = next(self._numbers)
         ranks.submit(_request_of(number, answer))
         self._answers[number] = answer
@@ -250,7 +255,10 @@ class GroupEngine:
                     "logit_bias", f"Token {token} is not in the vocabulary."
                 )
         room = self.card.context_tokens - len(prompt.tokens)
-        max_tokens = min(generation.max_tokens or self.facts.default_max_tokens or room, room)
+        max_tokens = generation.max_tokens
+        if max_tokens is None:
+            max_tokens = self.facts.default_max_tokens or room
+        max_tokens = min(max_tokens, room)
         tokens = len(prompt.tokens) + generation.choices * max_tokens + generation.further_tokens
         if generation.token_limit is not None and tokens > generation.token_limit:
             raise types.TokenLimitExceeded(tokens)

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from paceline.protocol import TOKENS_HEADER, ApiError
+from paceline.protocol import CONTENT_CODINGS, TOKENS_HEADER, ApiError
 from paceline.request.fields import FieldError
 from workers.engine import types
 
@@ -60,6 +60,13 @@ class BodyTooLarge(BadRequest, status=413, code="body_too_large"):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The request body is larger than {limit_bytes} bytes.")
+
+
+class CodingRefused(BadRequest, status=415, code="unsupported_content_encoding"):
+    """The body has a coding that nothing here decodes, or several."""
+
+    param = "content-encoding"
+    headers = MappingProxyType({"accept-encoding": CONTENT_CODINGS})
 
 
 class TokenLimitExceeded(BadRequest, code="tokens_over_limit"):

@@ -82,12 +82,14 @@ class ChatChoice(_Choice):
         logprobs: bool,
         token_sources: bool,
         include_reasoning: bool = True,
+        reasons: bool = False,
     ) -> None:
         super().__init__(index, logprobs=logprobs, token_sources=token_sources)
         self._splitter = splitter
         self._reasoning = ""
         self._reasoned = False
         self._include_reasoning = include_reasoning
+        self._reasons = reasons
         self._tool_calls: list[ToolCall] = []
 
     def begin(self) -> Sequence[Json]:
@@ -126,8 +128,8 @@ class ChatChoice(_Choice):
             "content": self._text or (None if self._tool_calls or self._reasoned else ""),
             "refusal": None,
         }
-        if self._reasoning:
-            message |= _render_reasoning(self._reasoning)
+        if self._reasons or self._reasoning:
+            message |= _render_reasoning(self._reasoning or None)
         if self._tool_calls:
             message["tool_calls"] = self._tool_calls
         return self._render("message", message, self._logprobs, self._tokens)
@@ -275,8 +277,9 @@ def render_usage(by_choice: Mapping[int, Usage], choices: int) -> Json:
         "cached_tokens": sum(one.cached_tokens for one in prompts),
         "cache_write_tokens": sum(one.written_tokens for one in prompts),
     }
-    if skipped_tokens := sum(one.skipped_tokens for one in prompts):
-        details["skipped_tokens"] = skipped_tokens  # left out by SpecPrefill
+    for name in ("system_tokens", "skipped_tokens"):  # SpecPrefill skips some
+        if tokens := sum(getattr(one, name) for one in prompts):
+            details[name] = tokens
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -308,7 +311,7 @@ def render_metrics(finished: Sequence[Finished], *, detailed: bool, exact: bool 
     return {"metrics": {"speculative_decoding": counts, "draft_sources": end.speculation.by_source}}
 
 
-def _render_reasoning(text: str) -> Json:
+def _render_reasoning(text: str | None) -> Json:
     # vLLM, mlx-lm and OpenRouter renamed the field of DeepSeek's API; clients read either.
     return {"reasoning_content": text, "reasoning": text}
 

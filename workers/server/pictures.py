@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import binascii
 import contextlib
 import threading
@@ -15,7 +14,7 @@ from typing import Self
 
 from PIL import Image, ImageOps
 
-from paceline.request.content import PIXELS_LIMIT, PictureInvalid, content_of
+from paceline.request.content import PIXELS_LIMIT, PictureInvalid, content_of, decode_base64
 from workers.engine.types import Picture
 from workers.server.errors import BadRequest, PictureMemoryFull
 
@@ -57,7 +56,7 @@ class PictureMemory:
         pixels_left = PIXELS_LIMIT
         for param, url in sources:
             with _naming(param):
-                content = BytesIO(base64.b64decode(content_of(url), validate=True))
+                content = BytesIO(decode_base64(content_of(url)))
                 image = Image.open(content, formats=_FORMATS)  # reads the header only
                 pixels_left -= image.width * image.height
                 if pixels_left < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import uuid
 from collections.abc import Coroutine, Mapping, Sequence
@@ -16,6 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
+from paceline.content_coding import CodedBody, coding_of
 from paceline.lifecycle import first_of
 from paceline.names import MODEL_PATTERN
 from paceline.protocol import (
@@ -32,6 +34,7 @@ from paceline.protocol import (
     TOKENS_LIMIT_HEADER,
     salted_scope,
 )
+from paceline.request.call_rules import CallRules, read_call_rules
 from paceline.request.constraint import (
     Constraint,
     ConstraintKind,
@@ -56,7 +59,7 @@ from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
 from workers.server.answer_progress import GivenStream, read_given
 from workers.server.engines import Json, ServingEngine
-from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
+from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, CodingRefused, UnknownModel
 from workers.server.pictures import PictureMemory
 from workers.server.tool_calls import FORCED_CALLS
 
@@ -84,10 +87,12 @@ class CompletionRequest:
     """The name of the model in the answer."""
     generations: tuple[Generation, ...]
     """One for each choice, prompt by prompt."""
+    call_rules: CallRules
     tool_format: ToolFormat | None = None
     """Format of the calls in the answer; None if calls are none or stay text."""
     tools: tuple[Mapping[str, Json], ...] = ()
-    single_tool_call: bool = False
+    reasons: bool = False
+    """Whether the model may reason before it answers."""
     echoes: tuple[str, ...] = ()
     """The prompts, if the texts of their choices begin with them."""
     detailed_metrics: bool = False
@@ -142,7 +147,8 @@ async def read_request(
         generations=_one_per_choice(generation, prompts, stream),
         tool_format=calls.read_as,
         tools=tuple(calls.tools or ()),
-        single_tool_call=body.get("parallel_tool_calls") is False,
+        call_rules=read_call_rules(body),
+        reasons=engine.prompts.reasoning_format is not None,
         echoes=echoes,
         detailed_metrics=body.get("metrics") == "detailed",
         reports_progress=generation.report_steps,
@@ -159,8 +165,16 @@ async def read_body(request: Request) -> dict[str, Json]:
 
 
 async def read_content(request: Request, limit_bytes: int) -> bytearray:
-    """Return the body of a request; raise `BodyTooLarge` or `ClientLeft`."""
+    """Return the body of a request; raise `BadRequest`, `BodyTooLarge` or `ClientLeft`."""
     content = bytearray()
+    if coding := coding_of(request.scope):
+        coded = CodedBody(
+            *(request.receive, coding, limit_bytes),
+            unsupported=CodingRefused,
+            invalid=functools.partial(BadRequest, code="invalid_json"),
+            too_large=BodyTooLarge,
+        )
+        request = Request(request.scope, coded.receive)
     try:
         async for chunk in request.stream():
             content += chunk

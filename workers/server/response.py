@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -103,7 +104,7 @@ class CompletionResponse(WorkResponse):
         self._finished: dict[int, types.Finished] = {}
         self._usages: dict[int, types.Usage] = {}
         """Of each choice so far."""
-        # The first text has the usage of the prompt.
+        # The first chunk has the usage of the prompt.
         self._reported_tokens = -RUNNING_USAGE_TOKENS
         self._progress: AnswerProgress | None = None
         if request.reports_progress:
@@ -179,7 +180,10 @@ class CompletionResponse(WorkResponse):
                     # Another worker would read all of the prompt, and so go on with another answer.
                     self._progress = None
                 begin = [entry for writer in self._writers for entry in writer.begin()]
-                if not self._request.given:
+                if begin and not self._request.given:
+                    assert not isinstance(event, types.PromptScored), "its echo comes first"
+                    usage = replace(event.usage, completion_tokens=0, reasoning_tokens=0)
+                    self._usages[index] = usage
                     await self._send_entries(stream, 0, begin)
             entries = self._new_entries(index, event)
             if entries is not None:
@@ -212,14 +216,13 @@ class CompletionResponse(WorkResponse):
         return [*held, *entries]
 
     async def _send_entries(self, stream: EventStream, index: int, entries: Sequence[Json]) -> None:
-        usage = self._running_usage() if self._request.profile.running_usage else {}
+        usage = self._running_usage(idle=not entries)
         if not entries and not usage:
             return
         no_usage = {"usage": None} if self._request.profile.include_usage else {}
         # The engine also generates text that it holds back, as it may begin a tool call.
         whole, entries = bool(entries), entries or [self._writers[0].idle()]
-        chunks = [self._envelope([entry]) | no_usage for entry in entries]
-        chunks[-1] |= usage
+        chunks = [self._envelope([entry]) | no_usage | usage for entry in entries]
         events = [event for chunk in chunks for event in _encode_chunk(chunk)]
         if self._progress is not None:
             marked = self._progress.mark(events, index if whole else 0, whole=whole)
@@ -229,10 +232,13 @@ class CompletionResponse(WorkResponse):
                 self._progress = None
         await stream.send(b"".join(events))
 
-    def _running_usage(self) -> dict[str, Json]:
-        """Return the usage so far, if many tokens were read or generated since it was sent."""
+    def _running_usage(self, *, idle: bool) -> dict[str, Json]:
+        """Return the usage so far, if enough tokens were read or generated since it was sent."""
+        interval = self._request.profile.usage_interval
         tokens = sum(one.prompt_tokens + one.completion_tokens for one in self._usages.values())
-        if not tokens or tokens - self._reported_tokens < RUNNING_USAGE_TOKENS:
+        if interval is None or not tokens:
+            return {}
+        if tokens - self._reported_tokens < max(interval, RUNNING_USAGE_TOKENS * idle):
             return {}
         self._reported_tokens = tokens
         return {"usage": render_usage(self._usages, self._request.profile.choices)}
@@ -249,6 +255,9 @@ class CompletionResponse(WorkResponse):
         writer = self._writers[index]
         if isinstance(event, types.PromptScored):
             assert isinstance(writer, CompletionChoice), "a chat has no echo"
+            self._usages[index] = types.Usage(
+                prompt_tokens=len(event.logprobs), completion_tokens=0
+            )
             return writer.echo(event.logprobs)
         self._usages[index] = event.usage
         if isinstance(event, types.Delta):
@@ -349,14 +358,14 @@ def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionCh
         )
     splitter = None
     if request.tool_format is not None:
-        limit = 1 if request.single_tool_call else None
-        splitter = ToolCallSplitter(request.tool_format, request.tools, limit=limit)
+        splitter = ToolCallSplitter(request.tool_format, request.tools, request.call_rules)
     return ChatChoice(
         index,
         splitter=splitter,
         logprobs=top_logprobs is not None,
         token_sources=token_sources,
         include_reasoning=request.profile.include_reasoning,
+        reasons=request.reasons,
     )
 
 
@@ -404,18 +413,15 @@ async def events_of(
 
 
 def _encode_chunk(chunk: Json) -> list[bytes]:
-    """Return the event of a chunk, or several if it is large; only the last one has its usage."""
+    """Return the event of a chunk, or several if it is large."""
     event = _encode_event(chunk)
     count = -(-len(event) // _PART_BYTES)
     if len(event) <= EVENT_LIMIT_BYTES:
         return [event]
-    *others, last = split_entry(chunk["choices"][0], count)
-    if not others:
+    parts = split_entry(chunk["choices"][0], count)
+    if len(parts) == 1:
         return [event]
-    no_usage = {"usage": None} if "usage" in chunk else {}
-    chunks = [{**chunk, "choices": [one], **no_usage} for one in others]
-    chunks.append({**chunk, "choices": [last]})
-    return [part for one in chunks for part in _encode_chunk(one)]
+    return [event for one in parts for event in _encode_chunk({**chunk, "choices": [one]})]
 
 
 def _encode_event(payload: Json) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import secrets
 import string
@@ -18,6 +19,7 @@ from typing import Final
 
 import regex
 
+from paceline.request.call_rules import CallRules
 from workers.engine.text.detokenizer import overlap
 from workers.engine.text.tool_formats import Call, ToolFormat
 from workers.server.engines import Json
@@ -27,6 +29,8 @@ from workers.server.tool_arguments import (
     TagReader,
     argument_types,
 )
+
+logger = logging.getLogger(__name__)
 
 ToolCall = dict[str, Json]
 """One call of a function in OpenAI's format, its arguments as JSON text."""
@@ -87,28 +91,30 @@ class _Lines:
 class ToolCallSplitter:
     """Splits arriving text into content, calls as they begin, and their arguments.
 
-    It holds back text that may begin a call.
+    It holds back text that may begin a call, and leaves out calls that `rules` do not admit.
     """
 
     def __init__(
         self,
         tool_format: ToolFormat,
         tools: Sequence[Mapping[str, Json]] = (),
-        *,
-        limit: int | None = None,
+        rules: CallRules | None = None,
     ) -> None:
         self._format = tool_format
         self._tools = {tool["function"]["name"]: tool["function"] for tool in tools}
         self._declared = list(tools)
         self._strays = tool_format.strays if tools else ()
         self._lines = _Lines()
-        self._limit = limit
+        self._rules = rules
         self._buffer = ""
         self._marked = False
         """Whether the marker of calls precedes; without one, only known functions are called."""
         self._opening = ""
         """White space and the marker that precede what may be a call."""
-        self._calls = 0
+        self._calls = self._left_out = 0
+        """All calls, and those of them that are left out."""
+        self._admitted = True
+        """Whether the rules admit the latest call."""
         self._call = Call("")
         self._reader: ArgumentsReader = LiteralReader()
         self._held: str | None = None
@@ -150,10 +156,8 @@ class ToolCallSplitter:
         if cut:
             is_word = self._step == self._begin and not (self._marked or self._format.opened)
             return [text] if is_word and not rest.lstrip().startswith("<") else []
-        ended = self.feed(self._format.end)
-        if any(isinstance(piece, dict) for piece in ended):
-            return ended
-        return [text] if text else []
+        earlier, ended = self._calls, self.feed(self._format.end)
+        return ended if self._calls > earlier else [text] if text else []
 
     def _text(self, out: list[str | ToolCall]) -> bool:
         """Move the content before a call to `out`; return whether a call may begin."""
@@ -338,15 +342,20 @@ class ToolCallSplitter:
         return True
 
     def _write(self, piece: str | ToolCall, out: list[str | ToolCall]) -> None:
-        """Move a call or a part of its arguments to `out`, up to the limit of calls."""
-        if not piece or (self._limit is not None and self._calls > self._limit):
-            return
+        """Move a call or a part of its arguments to `out`, unless the call is left out."""
         if isinstance(piece, str):
             if self._held is not None:
                 self._held += piece
-                return
-            piece = ArgumentsText(piece)
-        out.append(piece)
+            elif piece and self._admitted:
+                out.append(ArgumentsText(piece))
+            return
+        name, earlier = piece["function"]["name"], self._calls - self._left_out - 1
+        self._admitted = self._rules is None or self._rules.admits(name, earlier)
+        if self._admitted:
+            out.append(piece)
+        else:
+            self._left_out += 1
+            logger.info("call.left_out")
 
 
 FORCED_CALLS: Final = ToolFormat("\0", opened=True, skip=("]", ","))

@@ -91,8 +91,10 @@ class MessagesFormat(TranslatingFormat):
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:
         """Return the message of a whole answer."""
         choice = choice_of(answer)
-        content = [*content_of(object_in(choice, "message"), self._mark)]
-        message = message_of(answer, content) | stop_of(choice)
+        content = [*content_of(choice, self._mark)]
+        message = message_of(answer, content, self._chat.breakpoint_in)
+        refusal = object_in(choice, "message").get("refusal")
+        message |= stop_of(choice, refused=bool(refusal))
         metrics = metrics_of(answer) if self._wants_metrics else {}
         return encode_json(message | metrics | self._edits())
 
@@ -100,7 +102,8 @@ class MessagesFormat(TranslatingFormat):
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
         """Return the encoder of a stream; a comment has the late headers."""
-        return MessageEncoder(self._mark, self._edits(), metrics=self._wants_metrics)
+        place = self._chat.breakpoint_in
+        return MessageEncoder(self._mark, self._edits(), place, metrics=self._wants_metrics)
 
     @property
     def _mark(self) -> Callable[[str], str] | None:

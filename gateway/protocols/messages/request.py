@@ -11,8 +11,8 @@ from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat, same_fields, with_own
-from gateway.strict_json import ITEMS_LIMIT, encode_text
+from gateway.protocols.translation import Chat, own_name, same_fields, with_own
+from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.fields import FieldError, Fields
@@ -49,6 +49,8 @@ class MessagesChat(Chat):
 
     applied_edits: Sequence[Json] | None = None
     """What `context_management` cleared; None if the request has no such field."""
+    breakpoint_in: str = ""
+    """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
     def own_param(self, name: str) -> str:
         """Return the field of the request behind a field of the chat."""
@@ -56,10 +58,10 @@ class MessagesChat(Chat):
             place, rest = found
             if name.startswith("messages"):
                 return place
-            return place + rest.replace(".parameters", ".input_schema")
+            return place + rest.replace(".parameters", ".input_schema", 1)
         if name == "continue_final_message":
             return self.places[-1][0]
-        return _own_name(name)
+        return own_name(name, _CHAT_NAMES)
 
     @property
     def shows_reasoning(self) -> bool:
@@ -105,7 +107,7 @@ def to_chat(
     chat |= {name: body[name] for name in ("max_tokens", TOOL_GRAMMARS) if name in body}
     own: Json = {"stop": body["stop_sequences"]} if body.get("stop_sequences") else {}
     own |= _reasoning_of(body, history.inside) | _form_of(body)
-    with_own(chat, own, _own_name)
+    with_own(chat, own, _CHAT_NAMES)
     tools, tool_places, left_out = _tools_of(body, history)
     return MessagesChat(
         chat | tools,
@@ -116,15 +118,17 @@ def to_chat(
         same,
         (*ignored, *history.inside),
         applied_edits=applied,
+        breakpoint_in=_breakpoint_in(body),
     )
 
 
-def _own_name(name: str) -> str:
-    """Return the field behind a field of the chat, of those that both have once."""
-    for chat_name, own_name in _CHAT_NAMES.items():
-        if name == chat_name or name.startswith(f"{chat_name}."):
-            return own_name + name[len(chat_name) :]
-    return name
+def _breakpoint_in(body: Mapping[str, Any]) -> str:
+    contents = [one.get("content") for one in objects_of(body["messages"])]
+    places = {"messages": ([body], *contents), "system": (body.get("system"), body.get("tools"))}
+    for place, lists in places.items():
+        if any(one.get("cache_control") is not None for some in lists for one in objects_of(some)):
+            return place
+    return ""
 
 
 def _wrong(place: str, why: str) -> FieldError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from gateway.protocols.base import (
+    CUT,
     StreamEncoder,
+    arguments_in,
     choice_of,
     encode_event,
     object_in,
@@ -18,10 +18,11 @@ from gateway.protocols.base import (
 from gateway.protocols.event_stream import read_usage
 from gateway.types import UNUSED, Json
 
+_OF_PROMPT = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
+def message_of(answer: Mapping[str, Any], content: Sequence[Json], breakpoint_in: str) -> Json:
     """Return the message of an answer or of its first chunk, which has not ended."""
     return {
         "id": "msg_" + text_in(answer, "id").removeprefix("chatcmpl-"),
@@ -31,25 +32,28 @@ def message_of(answer: Mapping[str, Any], content: Sequence[Json]) -> Json:
         "content": content,
         "stop_reason": None,
         "stop_sequence": None,
-        "usage": _usage_of(answer),
+        "usage": _usage_of(answer, breakpoint_in),
     }
 
 
-def content_of(message: Mapping[str, Any], sign: Callable[[str], str] | None) -> Iterator[Json]:
-    """Yield the blocks of a message; `sign` marks reasoning as ours, None leaves it out."""
+def content_of(choice: Mapping[str, Any], sign: Callable[[str], str] | None) -> Iterator[Json]:
+    """Yield the blocks of an answer, without a call that a limit has cut.
+
+    `sign` marks reasoning as ours; None leaves it out.
+    """
+    message, cut = object_in(choice, "message"), choice.get("finish_reason") in CUT
     if sign is not None and (reasoning := text_in(message, "reasoning_content")):
         yield {"type": "thinking", "thinking": reasoning, "signature": sign(reasoning)}
-    if text := text_in(message, "content"):
+    if text := text_in(message, "content") + text_in(message, "refusal"):
         yield {"type": "text", "text": text}
     for call in objects_in(message, "tool_calls"):
         function = object_in(call, "function")
         arguments = text_in(function, "arguments")
-        try:
-            given = from_json(arguments or "{}", allow_inf_nan=False)
-        except ValueError:
-            given = None
-        if not isinstance(given, dict):
-            given = {"arguments": arguments}
+        given = arguments_in(arguments if cut else arguments or "{}")
+        if given is None and cut:
+            continue
+        if given is None:
+            given = {"arguments": arguments}  # the client tells the model what is wrong
         yield {
             "type": "tool_use",
             "id": text_in(call, "id"),
@@ -58,9 +62,11 @@ def content_of(message: Mapping[str, Any], sign: Callable[[str], str] | None) ->
         }
 
 
-def stop_of(choice: Mapping[str, Any]) -> Json:
+def stop_of(choice: Mapping[str, Any], *, refused: bool = False) -> Json:
     """Return why an answer ended; a worker names the stop sequence as vLLM does."""
     reason = _STOP_REASONS.get(text_in(choice, "finish_reason"), "end_turn")
+    if refused:
+        reason = "refusal"
     sequence = choice.get("stop_reason")
     if reason == "end_turn" and isinstance(sequence, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
@@ -72,11 +78,12 @@ def metrics_of(frame: Mapping[str, Any]) -> Json:
     return {"metrics": metrics} if (metrics := object_in(frame, "metrics")) else {}
 
 
-def _usage_of(answer: Mapping[str, Any]) -> Json:
-    """Return the usage; Anthropic counts tokens from a cache apart."""
+def _usage_of(answer: Mapping[str, Any], breakpoint_in: str) -> Json:
+    """Return the usage; Anthropic counts tokens from a cache apart, and those to a breakpoint."""
     usage = read_usage(answer) or UNUSED
-    read = max(usage.prompt_tokens - usage.cached_tokens, 0)
-    written = min(usage.written_tokens, read)
+    end = {"system": usage.system_tokens, "messages": usage.prompt_tokens}.get(breakpoint_in, 0)
+    read, to_end = (max(one - usage.cached_tokens, 0) for one in (usage.prompt_tokens, end))
+    written = min(usage.written_tokens, read, to_end)
     counts: Json = {
         "input_tokens": read - written,
         "cache_creation_input_tokens": written,
@@ -94,7 +101,12 @@ class MessageEncoder(StreamEncoder):
     """Encodes the chunks of a chat as the events of a message, in Anthropic's order."""
 
     def __init__(
-        self, sign: Callable[[str], str] | None, edits: Mapping[str, Any], *, metrics: bool = False
+        self,
+        sign: Callable[[str], str] | None,
+        edits: Mapping[str, Any],
+        breakpoint_in: str = "",
+        *,
+        metrics: bool = False,
     ) -> None:
         """`sign`: as in `content_of`; `edits`: the last event's list of what was cleared.
 
@@ -102,35 +114,45 @@ class MessageEncoder(StreamEncoder):
         """
         self._sign = sign
         self._end: Json = {**edits}
+        self._breakpoint_in = breakpoint_in
         self._metrics = metrics
         self._begun = False
         self._blocks = 0
         self._open = ""
         """The type of the open block."""
         self._reasoning: list[str] = []
+        self._refused = False
+        self._call: Json = {}
+        """A call that has no arguments yet, and none if a limit cuts it; empty: there is none."""
         self._stop = stop_of({})
-        self._usage: Json = {}
+        self._usage = _usage_of({}, breakpoint_in)
+        self._prompt: Json = {}
+        """The usage of the prompt that the first event has; clients add other numbers to it."""
 
     def event(self, event: bytes, frame: Json) -> bytes:
         """Return the events of one chunk."""
         if frame.get("usage"):
-            self._usage = _usage_of(frame)
+            self._usage = _usage_of(frame, self._breakpoint_in)
         if self._metrics:
             self._end |= metrics_of(frame)
         choice = choice_of(frame)
         written = b"".join(self._write(object_in(choice, "delta")))
         if choice.get("finish_reason"):
-            self._stop = stop_of(choice)
+            self._stop = stop_of(choice, refused=self._refused)
+        if choice.get("finish_reason") in CUT:
+            self._call = {}
         # The first chunk has the role alone, and the next one the usage of the prompt.
         if self._begun or not (written or frame.get("usage") or choice.get("finish_reason")):
             return written
         self._begun = True
-        start = {"type": "message_start", "message": message_of(frame, [])}
-        return encode_event(start) + written
+        message = message_of(frame, [], self._breakpoint_in)
+        prompt = {name: message["usage"][name] for name in _OF_PROMPT}
+        self._prompt = prompt if any(prompt.values()) else {}
+        return encode_event({"type": "message_start", "message": message}) + written
 
     def done(self) -> bytes:
         """Return the events that end a message."""
-        usage = self._usage or _usage_of({})
+        usage = self._usage | self._prompt
         end = {"type": "message_delta", "delta": self._stop, "usage": usage, **self._end}
         return b"".join((*self._close(), encode_event(end), encode_event({"type": "message_stop"})))
 
@@ -140,17 +162,24 @@ class MessageEncoder(StreamEncoder):
             yield from self._continue("thinking", {"thinking": "", "signature": ""})
             self._reasoning.append(reasoning)
             yield self._delta({"type": "thinking_delta", "thinking": reasoning})
-        if text := text_in(delta, "content"):
+        refusal = text_in(delta, "refusal")
+        self._refused |= bool(refusal)
+        if text := text_in(delta, "content") + refusal:
             yield from self._continue("text", {"text": ""})
             yield self._delta({"type": "text_delta", "text": text})
         for call in objects_in(delta, "tool_calls"):
             function = object_in(call, "function")
             if name := text_in(function, "name"):
                 yield from self._close()
-                block = {"id": text_in(call, "id"), "name": name, "input": {}}
-                yield from self._continue("tool_use", block)
+                self._call = {"id": text_in(call, "id"), "name": name, "input": {}}
             if arguments := text_in(function, "arguments"):
+                yield from self._begin_call()
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _begin_call(self) -> Iterator[bytes]:
+        call, self._call = self._call, {}
+        if call:
+            yield from self._continue("tool_use", call)
 
     def _continue(self, kind: str, block: Json) -> Iterator[bytes]:
         """Open a block, unless one of this type is open."""
@@ -166,6 +195,7 @@ class MessageEncoder(StreamEncoder):
 
     def _close(self) -> Iterator[bytes]:
         """Close the open block, if there is one."""
+        yield from self._begin_call()
         if not self._open:
             return
         if self._open == "thinking" and self._sign is not None:

@@ -29,13 +29,15 @@ from paceline.request.fields import FieldError
 from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, NEUTRAL, Wire
 
 RESPONSES_PATH = "/v1/responses"
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream in Open Responses; OpenAI's own has none, and its clients take it."""
 _REASONING = b"reasoning"
 
 SCHEMA = object_schema(
-    "model input",
+    "model",
     *HONOURED[Wire.RESPONSES].union(IGNORED, IGNORED_ON[Wire.RESPONSES], NEUTRAL),
     model={"type": "string", "minLength": 1},
-    input=["string", "array"],
+    input=["string", "array", "null"],
     instructions=["string", "null"],
     max_output_tokens={"type": ["integer", "null"], "minimum": 1},
     previous_response_id=["string", "null"],
@@ -114,8 +116,8 @@ class ResponsesFormat(TranslatingFormat):
         return b"".join(map(encode_event, self.builder.begin(queued=True)))
 
     def final_event(self) -> bytes:
-        """Return the last event of a complete stream."""
-        return encode_event(self.builder.final())
+        """Return the last event of a complete stream, and its end."""
+        return encode_event(self.builder.final()) + DONE
 
     def body(self) -> bytes:
         """Return the response as it is now."""
@@ -127,7 +129,7 @@ class ResponsesFormat(TranslatingFormat):
 
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last events of a stream that an error ends."""
-        return b"".join(map(encode_event, self.builder.fail(self.named(error))))
+        return b"".join((*map(encode_event, self.builder.fail(self.named(error))), DONE))
 
     @property
     def builder(self) -> ResponseBuilder:

@@ -8,7 +8,9 @@ from typing import Any
 from gateway.types import Json
 
 _OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
-_WITH_STATUS = _OUTPUTS | {"message", "function_call", "tool_search_call", "tool_search_output"}
+_WITH_STATUS = _OUTPUTS | set(
+    "message reasoning function_call tool_search_call tool_search_output".split()
+)
 
 ITEM_FIELDS = {
     "message": "role content phase".split(),

@@ -24,9 +24,10 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat, same_fields, with_own
+from gateway.protocols.translation import Chat, own_name, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
+from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.fields import FieldError, Fields
 from paceline.request.keys import Inside, check_keys
@@ -47,6 +48,8 @@ _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _OF_CLIENTS = ("_output", "_response")
 """How the types of those items end that clients make, besides messages."""
 _FORMATS = ("text", "json_object", "json_schema")
+UNNAMED = "answer"
+"""The name of a schema without one."""
 _VALUES = {
     "truncation": ("auto", "disabled"),
     "reasoning.effort": REASONING_EFFORTS,
@@ -61,9 +64,9 @@ _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "truncate_prompt_tokens": "truncation",
     "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tools.function.strict": "tools.strict",
-    TOOL_GRAMMARS: "tools.format",
     "messages": "input",
 }
 
@@ -110,15 +113,9 @@ class ResponsesChat(Chat):
             grammar_field = f"{TOOL_GRAMMARS}.{function}"
             if name == grammar_field or name.startswith(f"{grammar_field}."):
                 return grammar.place + name[len(grammar_field) :]
-        return _own_name(name)
-
-
-def _own_name(name: str) -> str:
-    """Return the field behind a field of the chat, of those that both have once."""
-    for chat_name, own_name in _CHAT_NAMES.items():
-        if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
-            return own_name
-    return name
+        if name.partition(".")[0] == TOOL_GRAMMARS:
+            return "tools.format"
+        return "input" if name.startswith("messages[") else own_name(name, _CHAT_NAMES)
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
@@ -142,7 +139,10 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
             raise must(place, f"be one of {values}")
     previous_id, conversation_id = _previous_of(body)
     include = _include_of(body)
-    items = tuple(read_items(body.get("input"), "input"))
+    given = body.get("input")
+    if given is None and (previous_id or conversation_id):
+        given = []  # the model goes on from what is kept
+    items = tuple(read_items(given, "input"))
     tools = read_tools(body, _placed(items), inside)
     store = fields.choice("store") is not False
     background = fields.flag("background")
@@ -173,8 +173,11 @@ def read_items(given: Any, where: str) -> Iterator[Item]:
     if not isinstance(given, list) or len(given) > ITEMS_LIMIT:
         raise must(where, f"be a string or a list of at most {ITEMS_LIMIT} items")
     for index, item in enumerate(given):
-        if isinstance(item, Mapping) and item.get("type") is None and "role" in item:
-            yield {"type": "message", **{k: v for k, v in item.items() if k != "type"}}
+        untyped = isinstance(item, Mapping) and item.get("type") is None
+        if untyped and "role" in item:
+            yield {**item, "type": "message"}
+        elif untyped and item.keys() - {"type"} == {"id"}:
+            yield {**item, "type": _REFERENCE}
         else:
             kind_of(item, f"{where}[{index}]")
             yield item
@@ -214,13 +217,13 @@ def to_chat(
     own |= _text_of(Fields(body).object("text"))
     if effort := Fields(body).object("reasoning").get("effort"):
         own["reasoning_effort"] = effort
-    with_own(chat, own, _own_name)
+    with_own(chat, own, _CHAT_NAMES)
     chat |= _tools_of(request)
     tools = request.tools
     return ResponsesChat(
         chat,
         messages.places,
-        [tool.place for tool in tools.allowed.values()],
+        [tool.place for tool in tools.by_name.values()],
         tools.left_out,
         tuple(messages.replaced),
         same,
@@ -448,20 +451,19 @@ def _text(item: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _tools_of(request: ResponsesRequest) -> Json:
-    allowed, choice = request.tools.allowed, request.tools.choice
-    if not allowed:
+    tools, choice = request.tools.by_name, request.tools.choice
+    if not tools:
         return {}
-    chosen: Json = {"tools": [tool.function for tool in allowed.values()]}
+    chosen: Json = {"tools": [tool.function for tool in tools.values()]}
     if choice is not None:
         chosen["tool_choice"] = choice
-    if grammars := {name: tool.grammar for name, tool in allowed.items() if tool.grammar}:
+    if grammars := {name: tool.grammar for name, tool in tools.items() if tool.grammar}:
         chosen[TOOL_GRAMMARS] = {
             name: {"syntax": grammar.syntax, "definition": grammar.definition}
             for name, grammar in grammars.items()
         }
-    if request.body.get("parallel_tool_calls") is not None:
-        chosen["parallel_tool_calls"] = request.body["parallel_tool_calls"]
-    return chosen
+    limits = {name: request.body.get(name) for name in ("parallel_tool_calls", MAX_TOOL_CALLS)}
+    return chosen | {name: value for name, value in limits.items() if value is not None}
 
 
 def _text_of(text: Mapping[str, Any]) -> Json:
@@ -476,7 +478,7 @@ def _text_of(text: Mapping[str, Any]) -> Json:
         return {} if schema == {"type": "text"} else {"response_format": schema}
     if not isinstance(form.get("schema"), Mapping):
         raise must("text.format.schema", "be a JSON Schema")
-    schema = {"name": form.get("name") or "answer", "schema": form["schema"]}
+    schema = {"name": form.get("name") or UNNAMED, "schema": form["schema"]}
     schema |= {name: form[name] for name in ("strict", "description") if form.get(name) is not None}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-from pydantic_core import from_json
-
 from gateway import errors
 from gateway.protocols.base import (
     AnswerMalformed,
     StreamEncoder,
+    arguments_in,
     choice_of,
     encode_event,
     object_in,
@@ -20,7 +19,7 @@ from gateway.protocols.base import (
     text_in,
 )
 from gateway.protocols.event_stream import read_usage
-from gateway.protocols.responses.request import ResponsesRequest
+from gateway.protocols.responses.request import UNNAMED, ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
 from gateway.types import Json
 from paceline.request.profile import Sampling
@@ -110,6 +109,8 @@ class ResponseBuilder(StreamEncoder):
         logprobs = objects_in(object_in(choice, "logprobs"), "content")
         if text := text_in(message, "content"):
             yield from self._continue("message", text, logprobs)
+        if refusal := text_in(message, _REFUSAL):
+            yield from self._continue(_REFUSAL, refusal)
         for call in objects_in(message, "tool_calls"):
             yield from self._read_call(call)
         self._finish_reason = text_in(choice, "finish_reason") or self._finish_reason
@@ -146,15 +147,17 @@ class ResponseBuilder(StreamEncoder):
         yield from self._unsent
         self._unsent.clear()
         yield from self.begin()
-        yield self._event("error", code=error.code, message=error.message, param=error.param)
+        self._cut()
+        # OpenAI documents the flat fields; its server, like Open Responses, sends the object.
+        flat = {"code": error.code, "message": error.message, "param": error.param}
+        yield self._event("error", **flat, **error.body())
         self.response["status"] = "failed"
         self.response["error"] = {"code": _failure_code(error), "message": error.message}
         yield self.final()
 
     def cancel(self) -> None:
         """End the response, since its client cancels it; no event tells it."""
-        for _ in self._close_item("incomplete"):
-            pass  # nobody follows them
+        self._cut()
         self.response["status"] = "cancelled"
 
     def drop(self) -> None:
@@ -179,9 +182,16 @@ class ResponseBuilder(StreamEncoder):
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
+    def _cut(self) -> None:
+        """End the open item with what has come of it; no event tells it."""
+        numbers, self._numbers = self._numbers, count()
+        for _ in self._close_item("incomplete"):
+            pass
+        self._numbers = numbers
+
     def _continue(self, kind: str, piece: str, logprobs: Any = ()) -> Iterator[Event]:
         """Add text to the open item, if it is of this kind, else to a new one."""
-        if self._open is None or self._open.item["type"] != kind:
+        if self._open is None or self._open.kind is not self._row(kind):
             yield from self._close_item("completed")
             yield from self._begin_item(kind)
         assert self._open is not None
@@ -204,13 +214,15 @@ class ResponseBuilder(StreamEncoder):
         if arguments := text_in(function, "arguments"):
             yield from self._open.add(arguments, ())
 
-    def _begin_item(self, kind: str, **fields: Any) -> Iterator[Event]:
-        index = len(self._items)
+    def _row(self, kind: str) -> _ItemKind:
         summarised = kind == "reasoning" and self._request.summarised
-        row = _ITEMS[_SUMMARY if summarised else kind]
+        return _ITEMS[_SUMMARY if summarised else kind]
+
+    def _begin_item(self, kind: str, **fields: Any) -> Iterator[Event]:
+        index, row = len(self._items), self._row(kind)
         item = {
             "id": f"{row.prefix}_{self._stem}{index:04x}",
-            "type": kind,
+            "type": "message" if kind == _REFUSAL else kind,
             **fields,
             **row.initial,
         }
@@ -244,8 +256,15 @@ class _ItemKind(NamedTuple):
     """How the events of its text are named; empty: there are none."""
     part: str = ""
     """The type of its one part; empty: it has none."""
+    key: str = "text"
+    """The field of its part that has the text."""
     read: Callable[[str], Any] = str
     """Returns the value of the field."""
+
+    @property
+    def is_call(self) -> bool:
+        """Return whether the item calls a tool."""
+        return not self.part
 
     @property
     def place(self) -> Json:
@@ -259,34 +278,31 @@ class _ItemKind(NamedTuple):
 
 
 def _search_arguments(text: str) -> Any:
-    try:
-        return from_json(text or "{}")
-    except ValueError:
-        return text  # the client tells the model what is wrong
+    given = arguments_in(text)
+    return text if given is None else given  # the client tells the model what is wrong
 
 
 _BEGUN = {"status": "in_progress"}
-_SUMMARY = "summary"
+_SPOKEN = {**_BEGUN, "role": "assistant", "content": []}
+_SUMMARY, _REFUSAL = "summary", "refusal"
 _ITEMS: Mapping[str, _ItemKind] = {
-    "message": _ItemKind(
-        "msg",
-        "content",
-        {**_BEGUN, "role": "assistant", "content": []},
-        texts="output_text",
-        part="output_text",
-    ),
+    "message": _ItemKind("msg", "content", _SPOKEN, texts="output_text", part="output_text"),
+    _REFUSAL: _ItemKind("msg", "content", _SPOKEN, texts=_REFUSAL, part=_REFUSAL, key=_REFUSAL),
     "reasoning": _ItemKind(
-        "rs", "content", {"summary": []}, texts="reasoning_text", part="reasoning_text"
+        "rs", "content", {**_BEGUN, "summary": []}, texts="reasoning_text", part="reasoning_text"
     ),
     _SUMMARY: _ItemKind(
-        "rs", _SUMMARY, {_SUMMARY: []}, texts="reasoning_summary_text", part="summary_text"
+        "rs",
+        _SUMMARY,
+        {**_BEGUN, _SUMMARY: []},
+        texts="reasoning_summary_text",
+        part="summary_text",
     ),
     "function_call": _ItemKind(
         "fc",
         "arguments",
         {**_BEGUN, "arguments": ""},
         texts="function_call_arguments",
-        read=lambda text: text or "{}",
     ),
     # The text of a custom tool is known once the arguments around it are whole.
     "custom_tool_call": _ItemKind(
@@ -299,7 +315,8 @@ _ITEMS: Mapping[str, _ItemKind] = {
         read=_search_arguments,
     ),
 }
-"""By their types; reasoning comes as its summary if the request asks for one."""
+"""By their types; reasoning comes as its summary if the request asks for one, and a refusal as a
+message of its own."""
 
 
 class _OpenItem:
@@ -335,11 +352,16 @@ class _OpenItem:
 
     def end(self, status: str) -> Iterator[Event]:
         """Yield the events of the end of the item, which is written into it."""
-        kind, value = self.kind, self.kind.read(self.text)
+        kind = self.kind
+        if kind.is_call and arguments_in(self.text) is not None:
+            status = "completed"  # the limit came behind it
+        elif kind.is_call and status == "completed" and not self._pieces:
+            yield from self.add("{}", ())
+        value = kind.read(self.text)
         if kind.read is custom_input and value:
             yield self._of_text("delta", (), delta=value)
         if kind.texts:
-            name = "text" if kind.part else kind.field
+            name = kind.key if kind.part else kind.field
             yield self._of_text("done", self._logprobs, **{name: value})
         if kind.part:
             value = [self._part(value)]
@@ -351,7 +373,7 @@ class _OpenItem:
 
     def _part(self, text: str) -> Json:
         more = {"annotations": [], "logprobs": [*self._logprobs]} if self._is_message else {}
-        return {"type": self.kind.part, "text": text, **more}
+        return {"type": self.kind.part, self.kind.key: text, **more}
 
     @property
     def _is_message(self) -> bool:
@@ -359,7 +381,7 @@ class _OpenItem:
 
     def _of_text(self, kind: str, logprobs: Sequence[Json], **fields: Any) -> Event:
         if self._is_message:
-            fields["logprobs"] = [_brief_logprob(one) for one in logprobs]
+            fields["logprobs"] = logprobs
         return self._about(f"{self.kind.texts}.{kind}", **self.kind.place, **fields)
 
     def _of_part(self, kind: str, part: Json) -> Event:
@@ -381,7 +403,7 @@ def _response_of(
     body = request.body
     reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
     conversation = {"id": request.conversation_id} if request.conversation_id else None
-    formatted = {"format": text.get("format") or {"type": "text"}}
+    formatted = {"format": _format_of(text.get("format") or {"type": "text"})}
     return {
         "id": response_id,
         "object": "response",
@@ -401,10 +423,12 @@ def _response_of(
         "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
         "service_tier": "default",
         "store": request.store,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
         "temperature": sampling.temperature,
         "text": {**formatted, "verbosity": text.get("verbosity") or "medium"},
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": list(request.tools.declared),
+        "tool_choice": _choice_of(body.get("tool_choice") or "auto"),
+        "tools": [_tool_of(tool) for tool in request.tools.declared],
         "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": sampling.top_p,
         "truncation": body.get("truncation") or "disabled",
@@ -412,11 +436,33 @@ def _response_of(
     }
 
 
+def _format_of(form: Json) -> Json:
+    """Return the format of a text with all that its type requires."""
+    if form["type"] != "json_schema":
+        return form
+    given = {name: value for name, value in form.items() if value is not None}
+    return {"name": UNNAMED, "description": None, "strict": False, **given}
+
+
+def _choice_of(choice: Any) -> Any:
+    """Return a choice among tools with all that its type requires."""
+    if not isinstance(choice, Mapping) or choice["type"] != "allowed_tools":
+        return choice
+    return {**choice, "mode": choice.get("mode") or "auto"}
+
+
+def _tool_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool with all that its type requires."""
+    if tool["type"] != "function":
+        return tool
+    return {"description": None, "parameters": None, "strict": None, **tool}
+
+
 def _usage_of(frame: Mapping[str, Any]) -> Json | None:
     usage = read_usage(frame)
     if usage is None:
         return None
-    prompt, completion, cached, _, written = usage
+    prompt, completion, cached, _, written, _ = usage
     made = object_in(object_in(frame, "usage"), "completion_tokens_details")
     reasoning = made.get("reasoning_tokens")
     return {
@@ -451,9 +497,3 @@ def _bare_logprob(given: Mapping[str, Any]) -> Json:
     if not finite or not isinstance(spelled, list):
         raise AnswerMalformed("logprobs")
     return {"token": token, "bytes": spelled, "logprob": float(logprob)}
-
-
-def _brief_logprob(given: Json) -> Json:
-    """Return a log-probability as events have it, without bytes."""
-    top = [{k: one[k] for k in ("token", "logprob")} for one in given["top_logprobs"]]
-    return {"token": given["token"], "logprob": given["logprob"], "top_logprobs": top}

@@ -32,6 +32,8 @@ _CALLS = {
     _SEARCH: "tool_search_call",
 }
 """The types of the items that call a tool, by its type."""
+_MODES = (None, "auto", "required", "none")
+"""How a choice of `allowed_tools` is to be made among them; None is auto."""
 _JOINT = "__"
 _TOOLS_LIMIT = 128
 _NAME_CHARS = 128
@@ -67,8 +69,6 @@ class ToolSet(NamedTuple):
     """As the client declares them, without those that are left out."""
     by_name: Mapping[str, Tool] = {}
     """By the names of the functions."""
-    allowed: Mapping[str, Tool] = {}
-    """Those that the choice allows."""
     left_out: tuple[str, ...] = ()
     """The place and the type of each tool that is left out."""
     choice: Any = None
@@ -111,8 +111,8 @@ def read_tools(
         for name, one in _found_tools(item, at):
             if len(by_name) < _TOOLS_LIMIT:
                 by_name.setdefault(name, one)
-    allowed, choice = _chosen(by_name, body.get("tool_choice"))
-    return ToolSet(declared, by_name, allowed, tuple(left_out), choice)
+    choice = _chosen(by_name, body.get("tool_choice"))
+    return ToolSet(declared, by_name, tuple(left_out), choice)
 
 
 def found_names(item: Mapping[str, Any], at: str) -> list[str]:
@@ -157,6 +157,8 @@ def custom_input(arguments: str) -> str:
         return arguments
     if isinstance(given, str):
         return given
+    if given == {}:
+        return ""
     if isinstance(given, dict):
         if isinstance(given.get(INPUT), str):
             return str(given[INPUT])
@@ -198,6 +200,9 @@ def _tools_in(tool: Mapping[str, Any], at: str, inside: Inside) -> Iterator[tupl
 
 def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Tool]:
     kind = tool["type"]
+    if kind not in _CALLS:
+        problem = f"'{at}.type' is '{kind[:100]}'; it must be function or custom."
+        raise FieldError(f"{at}.type", problem)
     name = _SEARCH if kind == _SEARCH else _name(tool, at)
     description, grammar = tool.get("description"), None
     if not isinstance(description, str | None):
@@ -210,7 +215,7 @@ def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Too
         function["parameters"] = parameters or {"type": "object", "properties": {}}
         if tool.get("strict") is not None:
             function["strict"] = tool["strict"]
-    elif kind == "custom":
+    else:
         grammar = _grammar_of(tool, f"{at}.format")
         text, hint = _custom_input_schema(grammar)
         description = "\n\n".join(filter(None, (description, hint)))
@@ -220,9 +225,6 @@ def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Too
             "required": [INPUT],
             "additionalProperties": False,
         }
-    else:
-        problem = f"'{at}.type' is '{kind[:100]}'; it must be function or custom."
-        raise FieldError(f"{at}.type", problem)
     if description:
         function["description"] = description
     declared: Json = {"type": "function", "function": function}
@@ -265,32 +267,35 @@ def _name(tool: Mapping[str, Any], at: str) -> str:
     return name
 
 
-def _chosen(tools: Mapping[str, Tool], choice: Any) -> tuple[Mapping[str, Tool], Any]:
-    """Return the tools that a choice among them allows, and the choice of the chat."""
+def _chosen(tools: Mapping[str, Tool], choice: Any) -> Any:
+    """Return the choice of the chat for a choice among tools."""
     check_keys("RESPONSES tool_choice", choice)
     match choice:
         case None | "auto" | "none":
-            return tools, choice
+            return choice
         case "required" if tools:
-            return tools, choice
+            return choice
         case {"type": "function" | "custom"}:
-            name = _reference(tools, choice, "tool_choice")
-            return tools, {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+            return _function(_reference(tools, choice, "tool_choice"))
+        case {"type": "allowed_tools", "tools": [*allowed]} if choice.get("mode") in _MODES:
             # A hosted tool among them is left out as everywhere.
-            names = {
-                _reference(tools, one, f"tool_choice.tools[{index}]")
+            functions = [
+                _function(_reference(tools, one, f"tool_choice.tools[{index}]"))
                 for index, one in enumerate(allowed)
                 if kind_of(one, f"tool_choice.tools[{index}]") not in HOSTED_TOOLS
-            }
-            kept = {name: tool for name, tool in tools.items() if name in names}
-            return kept, mode if kept else None
+            ]
+            chosen = {"mode": choice.get("mode") or "auto", "tools": functions}
+            return {"type": "allowed_tools", "allowed_tools": chosen} if functions else "none"
         case "required":
             raise must("tool_choice", "choose one of 'tools'")
         case {"type": str() as kind} if kind in HOSTED_TOOLS:
             raise FieldError("tool_choice.type", f"This gateway does not run '{kind}'.")
     kinds = "auto, none, required, or an object of the type function, custom or allowed_tools"
     raise must("tool_choice", f"be {kinds}")
+
+
+def _function(name: str) -> Json:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _reference(tools: Mapping[str, Tool], reference: Mapping[str, Any], at: str) -> str:

@@ -19,6 +19,7 @@ from gateway.config.static_workers import (
     pool_problems,
     read_worker_key,
 )
+from gateway.engines.ollama import Ollama
 from gateway.engines.openai import OpenAIEngine
 from gateway.errors import StartupError
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
@@ -207,8 +208,8 @@ def test_a_key_is_read_without_its_line_break_and_named_by_its_variable_if_it_is
 
 
 def test_an_engine_gets_no_fields_without_effect() -> None:
-    def sent(**fields: Any) -> dict[str, Any]:
-        (raw,) = OpenAIEngine().body((), {"model": "demo", **fields}, "")
+    def sent(engine: OpenAIEngine | None = None, **fields: Any) -> dict[str, Any]:
+        (raw,) = (engine or OpenAIEngine()).body((), {"model": "demo", **fields}, "")
         body: dict[str, Any] = json.loads(raw)
         del body["model"]
         return body
@@ -218,7 +219,11 @@ def test_an_engine_gets_no_fields_without_effect() -> None:
     assert sent(token_sources=True, draft_tokens=2, metrics="summary") == {}
     assert sent(tool_grammars={"patch": {"syntax": "lark", "definition": "start: A"}}) == {}
     options = {"include_usage": True, "continuous_usage_stats": True}
-    assert sent(stream_options=options) == {"stream_options": {"include_usage": True}}
+    for interval, engine in ((32, OpenAIEngine()), (0, Ollama())):
+        asked = {**options, "usage_interval_tokens": interval}
+        assert sent(engine, stream_options=asked) == {"stream_options": {"include_usage": True}}
+    each = {**options, "usage_interval_tokens": 0}
+    assert sent(stream_options=each) == {"stream_options": options}, "vLLM knows it"
 
 
 async def test_a_worker_that_cannot_be_reached_is_logged_once_as_unhealthy(caplog) -> None:

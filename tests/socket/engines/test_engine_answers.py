@@ -10,6 +10,7 @@ from httpx import Response
 from openai import OpenAI
 
 from gateway.config.static_workers import StaticWorker
+from tests.support.log_capture import LogCapture
 from tests.support.running_gateway import RunningGateway, said
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event
 
@@ -111,6 +112,153 @@ def test_f68_calls_are_the_same_at_each_wire_however_an_engine_tells_them(
     worker.script = stream(*ALTERNATING) if streamed else whole(tool_calls=given, content=None)
     for calls in calls_at_each_wire(gateway, streamed=streamed):
         assert calls == CALLS
+
+
+def answered(gateway: RunningGateway, path: str, body: Any, *, streamed: bool) -> Any:
+    """Return the text, the names of the calls and the end of an answer at any wire."""
+    answer = gateway.client.post(path, json={"model": "demo", "stream": streamed, **body})
+    assert answer.status_code == 200, answer.text
+    events = events_of(answer) if streamed else [answer.json()]
+    if path == "/v1/responses":
+        response = events[-1]["response"] if streamed else events[0]
+        message, *calls = sorted(response["output"], key=lambda one: one["type"] != "message")
+        assert response["usage"]["output_tokens"] == 9
+        return message["content"][0]["text"], [one["name"] for one in calls], response["status"]
+    if path == "/v1/messages":
+        blocks = [one["content_block"] for one in events if "content_block" in one]
+        text = "".join(one["delta"].get("text", "") for one in events if "delta" in one)
+        if not streamed:
+            blocks = events[0]["content"]
+            text = "".join(one.get("text", "") for one in blocks)
+        calls = [one["name"] for one in blocks if one["type"] == "tool_use"]
+        end = events[-2]["delta"] | events[-2] if streamed else events[0]
+        assert end["usage"]["output_tokens"] == 9
+        return text, calls, end["stop_reason"]
+    text, names, ends = "", [], []
+    for choice in (one for chunk in events for one in chunk["choices"]):
+        message = choice.get("message") or choice.get("delta", {})
+        text += message.get("content") or ""
+        called = [one["function"] for one in message.get("tool_calls", ())]
+        called += [message["function_call"]] if "function_call" in message else []
+        names += [one["name"] for one in called if "name" in one]
+        ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return text, names, "+".join(ends)
+
+
+def allowed(*names: str, flat: bool = False) -> Any:
+    if flat:
+        tools = [{"type": "function", "name": name} for name in names]
+        return {"type": "allowed_tools", "mode": "auto", "tools": tools}
+    functions = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": functions}}
+
+
+FUNCTIONS = [one["function"] for one in TOOLS]
+CHAT = {"messages": QUESTION, "tools": TOOLS}
+RESPONSES = {"input": "Hi", "tools": [{"type": "function", **one} for one in FUNCTIONS]}
+MESSAGES = {
+    "messages": QUESTION,
+    "max_tokens": 99,
+    "tools": [{"name": one["name"], "input_schema": one["parameters"]} for one in FUNCTIONS],
+}
+SINGLE = {"type": "auto", "disable_parallel_tool_use": True}
+ADMITTED: list[Any] = [
+    ("/v1/chat/completions", CHAT, "fg", "tool_calls"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": allowed("g")}, "g", "tool_calls"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": allowed()}, "", "stop"),
+    ("/v1/chat/completions", CHAT | {"tool_choice": "none"}, "", "stop"),
+    ("/v1/chat/completions", CHAT | {"parallel_tool_calls": False}, "f", "tool_calls"),
+    ("/v1/chat/completions", {"messages": QUESTION}, "", "stop"),
+    ("/v1/chat/completions", CHAT | {"n": 2, "tool_choice": allowed("f")}, "ff",
+     "tool_calls+tool_calls"),
+    ("/v1/chat/completions", {"messages": QUESTION, "functions": FUNCTIONS[1:]}, "g",
+     "function_call"),
+    ("/v1/messages", MESSAGES, "fg", "tool_use"),
+    ("/v1/messages", MESSAGES | {"tool_choice": SINGLE}, "f", "tool_use"),
+    ("/v1/messages", MESSAGES | {"tool_choice": {"type": "none"}}, "", "end_turn"),
+    ("/v1/messages", MESSAGES | {"tools": MESSAGES["tools"][:1]}, "f", "tool_use"),
+    ("/v1/responses", RESPONSES, "fg", "completed"),
+    ("/v1/responses", RESPONSES | {"tool_choice": allowed("g", flat=True)}, "g", "completed"),
+    ("/v1/responses", RESPONSES | {"tool_choice": "none"}, "", "completed"),
+    ("/v1/responses", RESPONSES | {"max_tool_calls": 1}, "f", "completed"),
+    ("/v1/responses", RESPONSES | {"parallel_tool_calls": False}, "f", "completed"),
+    ("/v1/responses", {"input": "Hi"}, "", "completed"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_f70_no_call_that_a_request_does_not_admit_reaches_a_client(
+    gateway: RunningGateway, worker: ScriptedWorker, log_capture: LogCapture, *, streamed: bool
+) -> None:
+    """The engine makes three calls beside its text, the first of a function that none declared."""
+    usage = {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}
+    for path, body, names, end in ADMITTED:
+        choices: list[Any] = []
+        for index in range(body.get("n", 1)):
+            calls = [piece(at, '{"k":1}', id=f"c{at}", name=name) for at, name in enumerate("hfg")]
+            said = {"role": "assistant", "content": "Hm"}
+            if streamed:
+                deltas = [said, *({"tool_calls": [one]} for one in calls)]
+                choices += [{"index": index, "delta": one, "finish_reason": None} for one in deltas]
+                choices.append({"index": index, "delta": {}, "finish_reason": "tool_calls"})
+            else:
+                message = {**said, "tool_calls": calls}
+                choices.append({"index": index, "message": message, "finish_reason": "tool_calls"})
+        frames = [{"choices": [one]} for one in choices] + [{"choices": [], "usage": usage}]
+        whole_body = json.dumps({"choices": choices, "usage": usage}).encode()
+        worker.script = Script(body=None if streamed else whole_body)
+        if streamed:
+            worker.script = Script(events=(*map(event, frames), DONE))
+        text, called, ended = answered(gateway, path, body, streamed=streamed)
+        assert ("".join(sorted(called)), ended) == (names, end), (path, body)
+        assert text == "Hm" * body.get("n", 1)
+        if "tools" in body:
+            sent = [one["function"]["name"] for one in worker.requests[-1].body["tools"]]
+            assert sent == [*"fg"][: len(body["tools"])], "the prompt has all of them"
+    told = [one for one in log_capture.texts if one.startswith("calls.left_out")]
+    assert len(told) == len(ADMITTED)
+
+
+@pytest.mark.parametrize("arguments", ["", '{"k": "a', '{"k": 1}'])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_call_that_the_limit_cut_looks_whole_at_no_wire(
+    gateway: RunningGateway, worker: ScriptedWorker, *, streamed: bool, arguments: str
+) -> None:
+    """The last of two calls has the pieces that came, or is left out, and the end is the limit."""
+    calls = [piece(0, '{"k":0}', id="a", name="f"), piece(1, arguments, id="b", name="g")]
+    worker.script = whole("length", tool_calls=calls)
+    if streamed:
+        worker.script = stream(*({"tool_calls": [one]} for one in calls), reason="length")
+    is_whole = arguments.endswith("}")
+
+    def ask(path: str, body: Any) -> list[Any]:
+        answer = gateway.client.post(path, json={"model": "demo", "stream": streamed, **body})
+        return events_of(answer) if streamed else [answer.json()]
+
+    *_, response = ask("/v1/responses", RESPONSES)
+    response = response.get("response", response)
+    first, last = response["output"]
+    assert (response["status"], first["status"]) == ("incomplete", "completed")
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert last["arguments"] == arguments
+    assert last["status"] == ("completed" if is_whole else "incomplete")
+    custom = {"input": "Hi", "tools": [{"type": "custom", "name": name} for name in "fg"]}
+    *_, response = ask("/v1/responses", custom)
+    texts = [one["input"] for one in response.get("response", response)["output"]]
+    assert texts[1] == ("" if not arguments else arguments if is_whole else "a")
+    events = ask("/v1/messages", MESSAGES)
+    blocks = [one["content_block"] for one in events if "content_block" in one]
+    inputs = [one["delta"].get("partial_json") for one in events if "delta" in one][:-1]
+    if streamed:
+        assert inputs == ['{"k":0}', *([arguments] if arguments else [])]
+    else:
+        blocks = events[0]["content"]
+        assert [one["input"] for one in blocks] == [{"k": 0}, *([{"k": 1}] if is_whole else [])]
+    kept = is_whole or (streamed and arguments)
+    assert [one["name"] for one in blocks] == ["f", "g"][: 2 if kept else 1]
+    ends = [one.get("delta", one).get("stop_reason") for one in events]
+    assert "max_tokens" in ends
+    assert {*ends} <= {"max_tokens", None}
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -115,6 +115,24 @@ async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(connectio
     await sending
 
 
+async def test_c2_the_empty_lines_of_a_body_are_no_ends_of_heads(connection, monkeypatch) -> None:
+    """To parse up to each takes 1.5 s for 32 MB."""
+    fed: list[int] = []
+    feed = BoundedProtocol._feed
+
+    def counted(self: BoundedProtocol, data: bytes) -> None:
+        fed.append(len(data))
+        feed(self, data)
+
+    monkeypatch.setattr(BoundedProtocol, "_feed", counted)
+    body = b"\r\n\r\n" * 250_000
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000"
+    await connection.send(head + b"\r\n\r\n" + body + GET * 3)
+    assert (await connection.read_response())[0] in (400, 401)
+    assert [(await connection.read_response())[0] for _ in range(3)] == [200] * 3
+    assert len(fed) < 200
+
+
 async def test_c9_a_connection_whose_body_does_not_end_after_the_response_is_closed(
     connection: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

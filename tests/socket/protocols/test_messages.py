@@ -141,13 +141,38 @@ def test_a_route_of_the_makers_that_is_not_served_is_no_404(shared_gateway, plac
         if method in served.get(path, ()):
             continue
         response = client.request(method, path, json={})
-        found = (response.status_code, response.json()["error"]["code"])
+        error = response.json()["error"]
+        code = error.get("code") or error.get("details", {}).get("error_code", error["type"])
+        found = (response.status_code, code)
         # A path that is served says which methods it has.
-        expected = (405, "method_not_allowed") if path in served else (400, "endpoint_not_served")
+        refused_method = (
+            "invalid_request_error" if path.startswith(MESSAGES) else "method_not_allowed"
+        )
+        expected = (405, refused_method) if path in served else (400, "endpoint_not_served")
         assert found == expected, (method, path)
     assert client.head("/").status_code == 200
-    refused = client.post("/v1/messages/batches", headers=VERSION)
-    assert refused.json()["error"]["details"] == {"error_code": "endpoint_not_served"}
+
+
+def test_errors_have_anthropics_shape_by_the_path_or_by_any_header_of_its_clients(
+    shared_gateway: RunningGateway,
+) -> None:
+    client, beta = shared_gateway.client, {"anthropic-beta": "files-api-2025-04-14"}
+    unserved = {"error_code": "endpoint_not_served"}
+    for method, path, headers in (
+        ("POST", f"{MESSAGES}/batches", {}),
+        ("GET", f"{MESSAGES}/batches/batch_1/results", {}),
+        ("POST", "/v1/files", beta),
+        ("GET", "/v1/skills", VERSION),
+    ):
+        refused = client.request(method, path, headers=headers).json()
+        assert (refused["type"], refused["error"]["details"]) == ("error", unserved), path
+    for body, status in ((b"x", 400), (b"{}", 400), (b'{"model": "no", "messages": []}', 400)):
+        refused = client.post(COUNT, content=body)
+        assert (refused.status_code, refused.json()["type"]) == (status, "error")
+    assert client.get(COUNT).json()["type"] == "error"
+    assert client.get("/v1/models/no", headers=beta).json()["error"]["type"] == "not_found_error"
+    assert client.get("/v1/models", headers=beta).json()["has_more"] is False
+    assert "code" in client.post("/v1/files").json()["error"], "OpenAI has the path too"
 
 
 def test_l11_an_answer_that_no_message_can_hold_is_an_error_of_the_worker(served: Served) -> None:

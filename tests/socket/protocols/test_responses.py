@@ -11,6 +11,7 @@ from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
 from tests.support.gateway_fixtures import MakeGateway, Served
 from tests.support.maker_types import read_event, read_response, read_strictly
+from tests.support.open_responses import check_stream
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
@@ -43,15 +44,11 @@ def types_of(events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def events_of(response: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
-    """Return the events of a stream, each valid, under its own name, and numbered."""
-    found = []
-    for one in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = one.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-        read_event(found[-1])
-    numbers = [one["sequence_number"] for one in found]
-    assert numbers == list(range(first, first + len(found)))
+    """Return the events of a stream, each valid and numbered from here on."""
+    found = check_stream(response.text)
+    for one in found:
+        read_event(one)
+    assert found[0]["sequence_number"] == first
     return found
 
 
@@ -72,7 +69,8 @@ def test_a_stream_of_a_response_ends_with_its_last_event(served: Served) -> None
     served.worker.script.cut_after = 3
     events = events_of(post(served.gateway, stream=True))
     assert types_of(events[-2:]) == ["error", "response.failed"]
-    assert events[-1]["response"]["output"][0]["content"] == []
+    (message,) = events[-1]["response"]["output"]
+    assert (message["status"], message["content"][0]["text"]) == ("incomplete", "one two")
 
 
 def test_errors_have_openais_shape_and_name_the_field(shared_gateway: RunningGateway) -> None:
@@ -132,6 +130,35 @@ def test_a_reference_stands_for_the_item_that_is_kept(shared: Served) -> None:
     assert texts_of(shared.worker) == ["Hi", "one two three"]
     unknown = post(shared.gateway, input=[{**reference, "id": "msg_1"}])
     assert status_and_param(unknown) == (400, "input[0].id")
+
+
+def test_a_reference_stands_for_an_item_of_a_conversation(shared: Served) -> None:
+    """With the conversation or without; of items that a client or a response has added."""
+    client, path = shared.gateway.client, "/v1/conversations"
+    first = said("My name is Ann.")["messages"]
+    name = client.post(path, json={"items": first}).json()["id"]
+    other = client.post(path, json={"items": first}).json()["id"]
+    added = client.post(f"{path}/{name}/items", json={"items": said("Bye.")["messages"]}).json()
+    post(shared.gateway, conversation=name)
+    listed = client.get(f"{path}/{name}/items", params={"order": "asc"}).json()["data"]
+    assert listed[1]["id"] == added["data"][0]["id"]
+    assert len({one["id"] for one in listed}) == 4
+    assert max(len(one["id"]) for one in listed) <= 64, "OpenAI's longest"
+    texts = ["My name is Ann.", "Bye.", "Hi", "one two three"]
+    references = [{"type": "item_reference", "id": one["id"]} for one in listed]
+    for conversation in ({}, {"conversation": other}):
+        answered = post(shared.gateway, input=references, **conversation)
+        assert answered.status_code == 200
+        assert texts_of(shared.worker)[-2:] == [
+            "\n\n".join([*texts[:1] * len(conversation), *texts[:3]]),
+            texts[3],
+        ]
+    for one, text in zip(references, texts, strict=True):
+        assert post(shared.gateway, input=[one], conversation=name).status_code == 200
+        assert texts_of(shared.worker)[-1].endswith(text)
+    client.delete(f"{path}/{name}/items/{listed[0]['id']}")
+    gone = post(shared.gateway, input=references[:1])
+    assert status_and_param(gone) == (400, "input[0].id")
 
 
 def test_a_response_that_is_not_to_be_stored_is_not_kept(shared_gateway: RunningGateway) -> None:

@@ -76,7 +76,7 @@ def test_other_wires_list_these_fields_by_their_own_names(
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_a_worker_gets_the_allowed_tools_alone(served: Served, mode: str) -> None:
+def test_a_worker_gets_all_tools_and_the_choice_among_them(served: Served, mode: str) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "go", "stop")]
 
     def ask(**allowed: Any) -> Any:
@@ -85,7 +85,9 @@ def test_a_worker_gets_the_allowed_tools_alone(served: Served, mode: str) -> Non
 
     assert ask(mode=mode, tools=[tools[2], tools[0]]).status_code == 200
     sent = served.worker.requests[-1].body
-    assert (sent["tools"], sent["tool_choice"]) == ([tools[0], tools[2]], mode)
+    chosen = {"mode": mode, "tools": [tools[2], tools[0]]}
+    assert sent["tools"] == tools, "other allowed tools change no prompt, which so stays cached"
+    assert sent["tool_choice"] == {"type": "allowed_tools", "allowed_tools": chosen}
     unknown = ask(mode=mode, tools=[{"type": "function", "function": {"name": "fly"}}])
     assert unknown.status_code == 400
     assert unknown.json()["error"]["param"] == "tool_choice.allowed_tools.tools[0]"
@@ -250,3 +252,44 @@ def test_a_schema_beside_json_object_reaches_the_worker_from_each_wire(
     sent = read_constraint(shared.worker.requests[-1].body)
     assert sent is not None
     assert sent.value == schema
+
+
+def test_a_mark_on_the_last_message_is_another_spelling_of_the_field(served: Served) -> None:
+    """A worker gets the same body, in which a mark that is false or null changes nothing either."""
+    roles = {"user": "Sing", "assistant": "La"}
+    begun = [{"role": role, "content": text} for role, text in roles.items()]
+    asking = {"add_generation_prompt": False, "continue_final_message": True}
+    ended = [{"role": "assistant", "content": "La", "prefix": False}, begun[0] | {"partial": None}]
+    for fields, messages in (
+        (asking, begun),
+        ({}, [begun[0], begun[1] | {"prefix": True}]),
+        ({"add_generation_prompt": False}, [begun[0], begun[1] | {"partial": True}]),
+        (asking, [begun[0] | {"prefix": False}, begun[1] | {"prefix": True, "partial": True}]),
+    ):
+        assert served.gateway.chat(messages=[*ended, *messages], **fields).status_code == 200
+        sent = served.worker.requests[-1].body
+        # Neighbours of one role are one message.
+        said = [("assistant", "La"), ("user", "Sing\n\nSing"), ("assistant", "La")]
+        assert [(one["role"], one["content"]) for one in sent["messages"]] == said
+        assert not {"prefix", "partial"}.intersection(*sent["messages"])
+        assert sent.items() >= asking.items()
+
+
+def test_only_a_last_message_of_the_assistant_can_be_marked(module_gateway) -> None:
+    user, said = {"role": "user", "content": "Sing"}, {"role": "assistant", "content": "La"}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for name in ("prefix", "partial"):
+        for place, messages, fields in (
+            (0, [user | {name: True}], {}),
+            (1, [user, said | {name: True}, user], {}),
+            (1, [user, said | {name: True}, user, said | {name: True}], {}),
+            (0, [user | {name: True}, said | {name: True}], {}),
+            (1, [user, said | {name: True, "tool_calls": [call]}], {}),
+            (1, [user, said | {name: True}], {"add_generation_prompt": True}),
+            (1, [user, said | {name: "yes"}], {}),
+        ):
+            refused = module_gateway.chat(messages=messages, **fields)
+            error = refused.json()["error"]
+            param = f"messages[{place}].{name}"
+            assert (refused.status_code, error["param"]) == (400, param), messages
+            assert name in error["message"]

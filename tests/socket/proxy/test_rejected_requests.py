@@ -5,6 +5,8 @@ import json
 import weakref
 from typing import Any
 
+import httpx
+
 from gateway.proxy import handler
 from gateway.proxy.context import RequestContext
 from tests.support.gateway_fixtures import Served
@@ -76,6 +78,47 @@ def test_an_unknown_path_returns_404_in_openais_error_format(module_gateway) -> 
         assert error_of(module_gateway.client.post(path, json=chat_body()))[0] == 404
     slashed = module_gateway.client.post("/v1/chat/completions/", json=chat_body())
     assert error_of(slashed) == (400, "endpoint_not_served", None)
+
+
+BEHIND_WRONG_BASE_URLS = {
+    "/chat/completions": "/v1/chat/completions",
+    "/completions": "/v1/completions",
+    "/responses": "/v1/responses",
+    "/responses/resp_1": "/v1/responses/{response_id}",
+    "/messages": "/v1/messages",
+    "/messages/count_tokens": "/v1/messages/count_tokens",
+    "/models": "/v1/models",
+    "/models/org/name": "/v1/models/{name}",
+    "/embeddings": "/v1/embeddings",
+    "/rerank": "/v1/rerank",
+    "/conversations": "/v1/conversations",
+    "/status": "/v1/status",
+    "/openai/chat/completions": "/v1/chat/completions",
+    "/v1/v1/messages": "/v1/messages",
+    "/v1/v1/messages/count_tokens": "/v1/messages/count_tokens",
+    "/v1/v2/rerank": "/v2/rerank",
+    "/api/v1/chat/completions": "/v1/chat/completions",
+}
+OF_OTHER_MAKERS = ("/v1/threads/t/messages", "/v1/chats/completions", "/v1/v1/x")
+
+
+def test_a_path_behind_a_wrong_base_url_gets_a_404_that_names_the_right_one(gateway) -> None:
+    """A client needs no key to learn it."""
+    gateway.create_key()
+    with httpx.Client(base_url=gateway.url) as client:
+        answers = {
+            path: client.post(path, json={}) for path in (*BEHIND_WRONG_BASE_URLS, *OF_OTHER_MAKERS)
+        }
+    for path, meant in BEHIND_WRONG_BASE_URLS.items():
+        error = answers[path].json()["error"]
+        advice = "shorten the base URL" if "/v" in path else "add '/v1' to the base URL"
+        assert error["message"] == f"This path does not exist. {meant} does: {advice}."
+        if "messages" in path:
+            assert (answers[path].status_code, error["type"]) == (404, "not_found_error"), path
+        else:
+            assert error_of(answers[path]) == (404, "path_not_found", None), path
+    for path in OF_OTHER_MAKERS:
+        assert error_of(answers[path]) == (400, "endpoint_not_served", None), path
 
 
 def test_f39_f11_a_body_that_is_too_large_or_never_ends_is_rejected(make_gateway) -> None:

@@ -68,7 +68,11 @@ def test_the_worker_gets_effective_values_and_no_client_headers(shared: Served) 
         "messages": body["messages"],
         "seed": 5,
         "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream_options": {
+            "include_usage": True,
+            "continuous_usage_stats": True,
+            "usage_interval_tokens": 32,
+        },
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,

@@ -14,7 +14,9 @@ from gateway.memory_budget import MemoryBudget
 from gateway.responses import exchange as exchanges
 from gateway.responses.exchange import ResponseExchange, ResponsesService
 from gateway.routing.view import FleetView
+from gateway.state.expiring import TTL_S
 from policies.document import PolicyDocument
+from tests.support.fake_clock import FakeClock
 from tests.support.maker_types import read_event
 from tests.support.policies import single_pool_policy
 from tests.support.running_gateway import make_settings
@@ -74,6 +76,23 @@ def events_of(exchange: ResponseExchange) -> list[Any]:
     for event in events:
         read_event(event)
     return events
+
+
+async def test_a_response_in_the_background_leaves_memory_a_day_after_its_end(
+    service, monkeypatch
+) -> None:
+    """Its events too, whether its owner returns or not."""
+    clock = FakeClock()
+    monkeypatch.setattr(service.gateway, "clock", clock)
+    exchange = await respond(service, "one")
+    clock.now_s += TTL_S - 1
+    await service.check()
+    assert service.background("ann", exchange.response_id) is exchange
+    clock.now_s += 1
+    await service.check()
+    assert service.background("ann", exchange.response_id) is None
+    assert exchange.log is not None
+    assert exchange.log.hold.size_bytes == 0
 
 
 def test_the_limits_are_those_that_the_page_on_errors_names() -> None:

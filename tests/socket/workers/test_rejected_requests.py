@@ -1,11 +1,15 @@
 """Requests that a worker rejects with an error that names the field."""
 
+import gzip
+import json
+import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
+from backports import zstd
 
 from paceline.request.profile import Bypass
 from tests.support.scripted_engine import ScriptedEngine, StubPrompts, text_events, worker_client
@@ -114,8 +118,25 @@ async def test_c11_a_worker_reads_json_as_strictly_as_a_gateway(client, engine) 
 
 async def test_a_body_over_the_limit_returns_413(client, monkeypatch) -> None:
     monkeypatch.setattr(request, "MAX_BODY_BYTES", 1000)
-    response = await client.post(CHAT, content=b" " * 1001)
-    assert response.status_code == 413
+    for content, headers in (
+        (b" " * 1001, {}),
+        (gzip.compress(b" " * 500_000), {"content-encoding": "gzip"}),
+    ):
+        assert (await client.post(CHAT, content=content, headers=headers)).status_code == 413
+
+
+async def test_a_worker_decodes_bodies_as_a_gateway_does(client, engine) -> None:
+    body = json.dumps(CHAT_BODY).encode()
+    coded = {"gzip": gzip.compress(body), "deflate": zlib.compress(body)}
+    for coding, content in {**coded, "zstd": zstd.compress(body), "identity": body}.items():
+        headers = {"content-encoding": coding}
+        assert (await client.post(CHAT, content=content, headers=headers)).is_success, coding
+        cut = await client.post(CHAT, content=content[:-1], headers=headers)
+        assert (cut.status_code, cut.json()["error"]["code"]) == (400, "invalid_json")
+    assert len(engine.generations) == 4
+    refused = await client.post(CHAT, content=body, headers={"content-encoding": "br"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (415, "content-encoding")
+    assert refused.headers["accept-encoding"] == "gzip, deflate, zstd"
 
 
 async def test_errors_of_method_and_path_have_openais_format(client: httpx.AsyncClient) -> None:

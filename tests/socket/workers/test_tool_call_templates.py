@@ -1,7 +1,4 @@
-"""Tool calls through the chat templates of published models, and back; and any history.
-
-`python -m bench.attack.tool_calls` does the same with 300 calls per template.
-"""
+"""Tool calls through the chat templates of published models, and back; and any history."""
 
 import subprocess
 from itertools import islice

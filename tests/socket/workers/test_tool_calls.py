@@ -6,9 +6,11 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.call_writers import WRITERS
 from tests.support.running_gateway import said
 from tests.support.scripted_engine import (
     ScriptedEngine,
+    StubPrompts,
     make_worker,
     serve_worker,
     text_events,
@@ -43,10 +45,10 @@ TOOLS: Any = tools_of({"type": "integer"})
 
 
 def split(
-    chunks: list[str], limit: int | None = None, tools: Any = TOOLS, family: str = "qwen3_coder"
+    chunks: list[str], tools: Any = TOOLS, family: str = "qwen3_coder"
 ) -> list[str | tuple[str, Any]]:
     """Feed chunks to a splitter; return the content, and then the calls."""
-    read = read_calls(FORMATS[family], chunks, tools, limit=limit)
+    read = read_calls(FORMATS[family], chunks, tools)
     calls = [(name, json.loads(arguments)) for name, arguments in read.calls]
     return [*([read.content] if read.content else []), *calls]
 
@@ -59,8 +61,47 @@ def test_the_id_of_a_call_has_the_form_that_mistral_needs() -> None:
     assert all(len(one) == 9 and one.isascii() and one.isalnum() for one in ids)
 
 
-def test_the_number_of_calls_is_limited() -> None:
-    assert split([call_text(1) + call_text(2)], limit=1) == [("add", {"a": 1})]
+ADD, STOP = ({"type": "function", "function": {"name": name}} for name in ("add", "stop"))
+
+
+def only(*tools: Any) -> Any:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "arguments"),
+    [
+        ({}, ["{}", "{}"]),
+        ({"tool_choice": only(ADD)}, ["{}", "{}"]),
+        ({"tool_choice": only(STOP)}, []),
+        ({"tool_choice": only()}, []),
+        ({"tools": [STOP]}, []),
+        ({"max_tool_calls": 1}, ["{}"]),
+        ({"parallel_tool_calls": False}, ["{}"]),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_coder", "json_tools"])
+async def test_a_call_that_the_request_does_not_admit_is_no_part_of_the_answer(
+    family: str, fields: Any, arguments: list[str], caplog
+) -> None:
+    """The model first calls a function that nobody declared; whole and streamed, with `n`."""
+    written = WRITERS[family].answer([(name, {}) for name in ("fly", "add", "add")])
+    engine = ScriptedEngine(text_events("Look.\n", *written))
+    engine.prompts = StubPrompts(tool_format=FORMATS[family])
+    body = {"model": "scripted", **said("3?"), "tools": [ADD, STOP], "n": 2, **fields}
+    async with worker_client(engine) as client:
+        whole = await client.post("/v1/chat/completions", json=body)
+        streamed = await client.post("/v1/chat/completions", json={**body, "stream": True})
+    for choice in whole.json()["choices"]:
+        calls = [one["function"] for one in choice["message"].get("tool_calls", ())]
+        assert [one["arguments"] for one in calls] == arguments
+        assert {one["name"] for one in calls} <= {"add"}
+        assert choice["message"]["content"] == "Look."
+        assert choice["finish_reason"] == ("tool_calls" if arguments else "stop")
+    assert "fly" not in whole.text + streamed.text
+    assert streamed.text.count('"name":"add"') == 2 * len(arguments)
+    assert ('"finish_reason":"tool_calls"' in streamed.text) == bool(arguments)
+    assert "call.left_out" in caplog.text
 
 
 @pytest.mark.parametrize(

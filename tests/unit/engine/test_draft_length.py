@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from workers.engine.decode.draft_length import (
+    MEASURE_EVERY,
     MIN_SAMPLES,
     PROBE_EVERY,
     PROBE_STEPS,
@@ -115,3 +116,15 @@ def test_a_lane_without_a_head_reports_whether_a_run_can_pay() -> None:
     for length in (2, *RUN_LENGTHS):
         observe(lengths, 1, length, 2.0 * (length + 1))
     assert (lengths.best(1), lengths.best(8)) == (0, 2)
+
+
+def test_beside_other_batches_a_cost_is_measured_until_it_is_known_and_then_now_and_then() -> None:
+    lengths = measured(2, {0: 1.0}, draft_tokens=2)
+    assert lengths.wants_sample(2, Plan(2)), "unknown"
+    assert not lengths.wants_sample(2, Plan(0))
+    for _ in range(MEASURE_EVERY):
+        assert not lengths.wants_sample(2, Plan(0))
+        lengths.skip_cost()
+    assert lengths.wants_sample(2, Plan(0))
+    lengths.observe_cost(2, 0, 1.0)
+    assert not lengths.wants_sample(2, Plan(0))

@@ -24,7 +24,7 @@ class Queue(PrefillQueue):
 
     def read(self, lane: str = "a", tokens: int = 100) -> str:
         """Read one chunk, and return the name of its prompt."""
-        prompt: Any = self.next(lane, ())
+        prompt: Any = self.next(lane, decoding=False)
         assert prompt is not None
         self.record_chunk(prompt)
         prompt.remaining_tokens -= tokens
@@ -39,7 +39,7 @@ def test_a_short_prompt_overtakes_a_long_one_at_once() -> None:
     queue.put("short", 12)
     order += [queue.read() for _ in range(7)]
     assert order == [*["long"] * 4, "short", *["long"] * 6]
-    assert queue.next("a", ()) is None
+    assert queue.next("a", decoding=False) is None
 
 
 def test_the_long_prompt_moves_however_many_short_ones_come() -> None:
@@ -63,26 +63,17 @@ def test_every_one_of_several_long_prompts_moves() -> None:
 def test_lanes_take_turns_by_the_length_of_their_prompts() -> None:
     queue = Queue(long=1000)
     queue.put("short", 12, lane="b")
-    assert queue.next("a", ()) is None
+    assert queue.next("a", decoding=False) is None
     assert [queue.read("b"), queue.read("a")] == ["short", "long"]
 
 
-def test_a_lane_that_decodes_waits_for_one_reading_at_most() -> None:
+def test_rows_that_decode_wait_for_one_reading_at_most() -> None:
     queue = Queue()
     for lane in "ab":
         queue.put(lane, 1000, lane)
-    assert queue.next("a", "b") is not None
-    queue.end_reading("ab")
-    queue.record_decode("a")
-    assert queue.next("a", "ab") is None, "b has not decoded since"
-    assert queue.next("a", "a") is not None, "nobody decodes in b"
-    queue.record_decode("b")
-    assert queue.next("a", "ab") is not None
-
-
-def test_removed_prompts_are_returned() -> None:
-    queue = Queue(one=10, two=10)
-    one, two = queue.of("a")
-    assert queue.remove("b") == []
-    assert queue.remove("a", lambda prompt: prompt is one) == [one]
-    assert queue.of("a") == [two]
+    assert queue.next("a", decoding=True) is not None
+    queue.end_reading()
+    assert queue.next("a", decoding=True) is None, "nothing was decoded since"
+    assert queue.next("a", decoding=False) is not None, "nothing decodes"
+    queue.record_decode()
+    assert queue.next("a", decoding=True) is not None

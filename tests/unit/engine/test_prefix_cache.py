@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
 from workers.engine.prefix.cache import MIN_TOKENS, PrefixCache
-from workers.engine.prefix.tree import Match, RowState, TokenArray
+from workers.engine.prefix.tree import Match, Node, RowState, TokenArray
 
 LAYERS = 2
 SLOTS = 300
@@ -233,3 +233,11 @@ def test_another_worker_gets_runs_that_join_to_the_same_caches(
             if match:
                 assert_restores(match, asked, drafts=drafts, plain=False)
     assert (match.tokens if match else 0) == end
+
+
+def test_a_deep_tree_without_snapshots_is_measured() -> None:
+    root = before = Node(tokens=np.zeros(0, np.int64), end=0)
+    for end in range(1, 3000):
+        node = Node(tokens=np.array([end]), end=end, parent=before)
+        before.children[end] = before = node
+    assert root.snapshot_distance() == 2999

@@ -11,9 +11,10 @@ from workers.engine.decode.sampler import (
     SamplingContext,
     TokenCounts,
     choose,
+    draw,
     filter_logits,
-    position_key,
     reshape_logits,
+    uniform,
 )
 
 LOGITS = mx.array([[2.0, 1.0, 0.0, -1.0]])
@@ -150,7 +151,7 @@ def test_penalties_and_biases_change_only_the_scores_of_their_tokens() -> None:
         Sampling(temperature=0, repetition_penalty=3.0),
         Sampling(temperature=0, presence_penalty=1.5),
         Sampling(temperature=0, frequency_penalty=1.5),
-        Sampling(temperature=0.7, frequency_penalty=1.5, logit_bias=((2, 1.0),)),
+        Sampling(temperature=1.7, frequency_penalty=1.5, logit_bias=((2, 1.0),)),
     ],
 )
 def test_tokens_after_drafts_are_chosen_as_after_the_same_answer(sampling: Sampling) -> None:
@@ -178,4 +179,20 @@ def test_a_seeded_row_draws_the_same_tokens_in_any_batch_and_step() -> None:
     rows = [context_of(Sampling(), seed=7, answer=[0] * (4 + at)) for at in range(4)]
     assert [choose(mx.zeros((1, 1, 1000)), [one])[0, 0].item() for one in rows] == single
     places = itertools.product((-1, 0, 1, 2, 2**63 - 1), range(50))
-    assert len({tuple(position_key(*place).tolist()) for place in places}) == 250, "no shared draw"
+    assert len({uniform(*place) for place in places}) == 250, "no shared draw"
+
+
+def test_a_draw_follows_the_probabilities_and_never_takes_an_excluded_token() -> None:
+    """By seed and by position; also at the ends of the interval, and of tiny probabilities."""
+    shares = (0.5, 0.0, 0.3, 0.2, 0.0)
+    scores = mx.broadcast_to(mx.log(mx.array(shares)), (1, 20_000, 5))
+    for numbers in ((1, at) for at in range(20_000)), ((at, 5) for at in range(20_000)):
+        tokens = draw(scores, mx.array([[uniform(*one) for one in numbers]]))[0].tolist()
+        for token, share in enumerate(shares):
+            found = tokens.count(token) / len(tokens)
+            assert found == pytest.approx(share, abs=0.02) if share else found == 0
+    ends = mx.array([[0.0, 1 - 2**-24]])
+    assert draw(scores[:, :2], ends).tolist() == [[0, 3]]
+    flat = mx.concatenate([mx.full((1, 1, 9), -mx.inf), mx.zeros((1, 1, 100_000))], axis=-1)
+    for number in (0.0, 1e-9, 0.5, 1 - 2**-24):
+        assert 9 <= draw(flat, mx.array([[number]])).item() < 100_009

@@ -6,7 +6,9 @@ import mlx.core as mx
 import pytest
 
 from paceline.protocol import DraftSource
-from workers.engine.decode.batch import OpenStep
+from workers.engine.decode.batch import Drafts, OpenStep
+from workers.engine.decode.draft_length import Plan
+from workers.engine.decode.prompt_lookup import Found
 
 ROWS = 3
 SOURCES = [(DraftSource.HEAD,) * 2, (DraftSource.LOOKUP,), ()]
@@ -45,8 +47,7 @@ def rows_of(value: Any, rows: list[int], levels: int = 0) -> Any:
 @pytest.mark.parametrize("hidden", [numbered(3, 2), None])
 def test_a_step_has_the_parts_of_the_rows_that_stay(rows, hidden) -> None:
     step = OpenStep(
-        k=2,
-        representative=True,
+        planned=Drafts(Plan(2), runs=[(7, 8), (7,), ()], found=[Found((7, 8), 3), None, None]),
         drafts=numbered(2),
         limits=[2, 1, 0],
         head_length=2,
@@ -59,4 +60,7 @@ def test_a_step_has_the_parts_of_the_rows_that_stay(rows, hidden) -> None:
     histories, states = before.pop("recurrent")
     assert after.pop("recurrent") == [rows_of(histories, rows, 2), rows_of(states, rows, 1)]
     assert after == {name: rows_of(value, rows) for name, value in before.items()}
-    assert (step.select(rows).tokens, step.select(rows).k) == (3, 2)
+    assert step.select(rows).tokens == 3
+    planned = step.select(rows).planned
+    assert planned.runs == rows_of(step.planned.runs, rows)
+    assert planned.found == rows_of(step.planned.found, rows)

@@ -250,6 +250,30 @@ def test_only_strict_tools_are_a_constraint() -> None:
     assert constraint.value["limit"] == 1
 
 
+@pytest.mark.parametrize("style", [RECORDS, FUNCTION_TAGS])
+def test_a_grammar_lets_the_model_call_allowed_tools_alone(
+    tokenizer: LLTokenizer, style: str
+) -> None:
+    functions = [one["function"]["name"] for one in BODY["tools"]]
+
+    def only(*names: str) -> Any:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+        return {**BODY, "tools": BODY["tools"][1:], "tool_choice": choice}
+
+    answers = {
+        name: f'{{"name": "{name}", "arguments": {{}}}}'
+        if style == RECORDS
+        else f"<function={name}>\n</function>"
+        for name in functions[1:]
+    }
+    for name, call in answers.items():
+        for allowed in answers:
+            fits = accepts(tokenizer, style, SPECIAL, f"({call})", only(allowed))
+            assert fits == (name == allowed)
+    assert strict_tools(only(), style) is None, "what the model calls is left out of the answer"
+
+
 def test_the_styles_of_formats_are_those_that_a_grammar_writes() -> None:
     """A format that ends calls by no text of its own, or begins them by none, has no style."""
     styles = {name: form.style for name, form in FORMATS.items()}

@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 
 from gateway import strict_json
 from gateway.errors import BodyNotJson
-from gateway.strict_json import encode_body, encode_json, parse
+from gateway.strict_json import encode_body, encode_json, footprint_bytes, parse
 from paceline.request import json_pieces
 from tests.support.json_values import VALUES
 
@@ -52,9 +52,11 @@ def test_c16_a_body_has_bounds_on_what_is_slow_to_parse(item, most, name) -> Non
     def body(count: int) -> bytes:
         return b'{"metadata":[' + one * count + b"1]}"
 
+    assert footprint_bytes(body(most), bounded=True) == footprint_bytes(body(most))
     assert len(parse(body(most))["metadata"]) == most + 1
     with pytest.raises(BodyNotJson, match=f"at most {name}"):
-        parse(body(most + 1))
+        footprint_bytes(body(most + 1), bounded=True)
+    assert footprint_bytes(body(most + 1)), "of an answer or a record"
 
 
 def test_a_long_plain_text_has_no_bound_of_its_own() -> None:

@@ -1,5 +1,7 @@
 """The size of a picture, read from its header."""
 
+import base64
+import binascii
 import contextlib
 import random
 from typing import Any
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paceline.request import content
-from paceline.request.content import PictureInvalid, content_of, read_size
+from paceline.request.content import PictureInvalid, content_of, decode_base64, read_size
 from tests.support.images import data_url, encode_image, png_header
 
 
@@ -150,3 +152,15 @@ MAGICS = (b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR", b"GIF89a", b"RIFF1234WEBPVP8 ", b"
 def test_any_bytes_have_a_size_or_are_rejected(magic: bytes, rest: bytes) -> None:
     with contextlib.suppress(PictureInvalid):
         assert min(read_size(data_url(magic + rest))) > 0
+
+
+@given(st.binary(max_size=300), st.integers(1, 80), st.integers(1, 5))
+def test_a_base64_text_of_any_lines_is_decoded_in_pieces(data, line, chars) -> None:
+    text = base64.b64encode(data).decode()
+    lines = "".join(text[at : at + line] + "\r\n" for at in range(0, len(text), line))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(content, "_BASE64_CHARS", 4 * chars)
+        assert decode_base64(text) == decode_base64(lines) == data
+        for wrong in "QQ==QQ== Q QQ QQ= =QQQ QQ\0= Q-_= QQ==A QQQQQQQQQ".split():
+            with pytest.raises(binascii.Error):
+                decode_base64(wrong)

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.engine_answer import CallRules, EngineAnswer, FieldUnheld
+from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
+from paceline.request.call_rules import CallRules, read_call_rules
 
 Json = dict[str, Any]
+FREE = CallRules(frozenset("fgh"))
 
 
 def chunk(*calls: Json, **choice: Any) -> Json:
@@ -24,9 +26,9 @@ def piece(index: int | None = 0, call_id: str = "", name: Any = "", arguments: A
     return {name: value for name, value in fields.items() if value not in (None, "")}
 
 
-def read(*chunks: Json) -> tuple[list[Json], list[Any]]:
+def read(*chunks: Json, rules: CallRules = FREE) -> tuple[list[Json], list[Any]]:
     """Return the calls as an SDK merges them, by index, and the reasons of the end."""
-    answer = EngineAnswer("x", "m")
+    answer = EngineAnswer("x", "m", rules)
     merged: list[Json] = []
     reasons: list[Any] = []
     for one in chunks:
@@ -98,7 +100,7 @@ def test_any_cutting_and_interleaving_gives_the_same_calls(data, calls) -> None:
 
 
 def test_what_has_its_form_stays_as_it_is_but_for_the_name_of_the_model() -> None:
-    answer = EngineAnswer("x", "m")
+    answer = EngineAnswer("x", "m", FREE)
     chunks = [
         chunk(piece(0, "a", "f") | {"type": "function"}),
         chunk(piece(0, arguments='{"k":1}')),
@@ -113,7 +115,7 @@ def test_what_has_its_form_stays_as_it_is_but_for_the_name_of_the_model() -> Non
 
 
 def test_a_whole_call_is_passed_on_at_once_and_one_without_arguments_gets_an_empty_object() -> None:
-    answer = EngineAnswer("x", "m")
+    answer = EngineAnswer("x", "m", FREE)
     frames = chunk(piece(0, "a", "f", "{}")), chunk(piece(1, "b", "g")), end()
     for frame in frames:
         answer.read_chunk(frame)
@@ -129,7 +131,7 @@ def whole(*calls: Json, reason: Any = "stop", **message: Any) -> Json:
 
 def test_a_whole_answer_gets_the_form_too() -> None:
     answer = whole(piece(0, "", "f", {"k": 1}), piece(0, "a", "f"), piece(None, "a", "g", "{}"))
-    EngineAnswer("x", "m").read_whole(answer)
+    EngineAnswer("x", "m", FREE).read_whole(answer)
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     calls = choice["message"]["tool_calls"]
@@ -144,7 +146,7 @@ def test_a_whole_answer_gets_the_form_too() -> None:
 )
 def test_the_reason_of_the_end_is_one_that_clients_know(given_reason: str, reason: str) -> None:
     answer = whole(content="Hi", reason=given_reason)
-    EngineAnswer("x", "m").read_whole(answer)
+    EngineAnswer("x", "m", FREE).read_whole(answer)
     assert answer["choices"][0]["finish_reason"] == reason
     assert read(chunk(finish_reason=given_reason))[1] == [reason]
 
@@ -155,7 +157,7 @@ def test_an_end_for_another_reason_is_a_failure(reason: Any) -> None:
         read(chunk(finish_reason=reason))
     for given_reason in (reason, "", None):
         with pytest.raises(AnswerMalformed):
-            EngineAnswer("x", "m").read_whole(whole(content="oops", reason=given_reason))
+            EngineAnswer("x", "m", FREE).read_whole(whole(content="oops", reason=given_reason))
     assert read(chunk(finish_reason=""))[1] == []
 
 
@@ -173,7 +175,7 @@ def test_calls_that_no_client_could_read_are_malformed(pieces: list[Json]) -> No
 @pytest.mark.parametrize("part", ["message", "delta"])
 def test_reasoning_is_spelled_in_both_ways(name: str, part: str) -> None:
     answer: Json = {"choices": [{part: {name: "Hm"}, "finish_reason": "stop"}]}
-    form = EngineAnswer("x", "m")
+    form = EngineAnswer("x", "m", FREE)
     (form.read_whole if part == "message" else form.read_chunk)(answer)
     assert answer["choices"][0][part] == {"reasoning": "Hm", "reasoning_content": "Hm"}
 
@@ -181,32 +183,92 @@ def test_reasoning_is_spelled_in_both_ways(name: str, part: str) -> None:
 TOOLS = [{"type": "function", "function": {"name": name}} for name in "fg"]
 
 
+def only(*names: str, mode: str = "auto") -> Json:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 @pytest.mark.parametrize(
-    ("fields", "called", "unheld"),
+    ("fields", "called", "kept"),
     [
-        ({"tool_choice": "required"}, "", "tool_choice"),
-        ({"tool_choice": "required"}, "fg", ""),
-        ({"tool_choice": "required"}, "h", "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "f", "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "g", ""),
-        ({"parallel_tool_calls": False}, "fg", "parallel_tool_calls"),
-        ({"parallel_tool_calls": False}, "f", ""),
-        ({"parallel_tool_calls": True}, "fg", ""),
+        ({"tool_choice": "required"}, "", None),
+        ({"tool_choice": "required"}, "fg", "fg"),
+        ({"tool_choice": "required"}, "h", None),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "f", None),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "fgg", "g"),
+        ({"tool_choice": only("g", mode="required")}, "f", None),
+        ({"tool_choice": only("g")}, "fg", "g"),
+        ({"tool_choice": only("g")}, "f", ""),
+        ({"tool_choice": only()}, "fg", ""),
+        ({"tool_choice": "none"}, "fg", ""),
+        ({"tools": None}, "f", ""),
+        ({}, "hfhgh", "fg"),
+        ({"parallel_tool_calls": False}, "hfg", "f"),
+        ({"parallel_tool_calls": True, "max_tool_calls": 2}, "fgf", "fg"),
+        ({"parallel_tool_calls": False, "max_tool_calls": 2}, "fgf", "f"),
         ({"tool_choice": "auto"}, "", ""),
     ],
 )
-def test_an_answer_that_ignores_the_prescribed_calls_is_refused_with_the_field(
-    fields: Json, called: str, unheld: str
+def test_calls_that_the_request_does_not_admit_are_left_out_and_the_end_tells_of_the_others(
+    fields: Json, called: str, kept: str | None
 ) -> None:
-    rules = CallRules.of({"tools": TOOLS, **fields})
-    calls = [piece(index, f"id{index}", name, "{}") for index, name in enumerate(called)]
-    frames = (whole(*calls, content="text"), chunk(*calls, finish_reason="stop"))
-    for read_one, frame in zip(("read_whole", "read_chunk"), frames, strict=True):
-        try:
-            getattr(EngineAnswer("x", "m", rules), read_one)(frame)
-            refused = ""
-        except FieldUnheld as error:
-            refused = str(error)
-        assert refused == unheld
-    cut = whole(content="text", reason="length")
-    EngineAnswer("x", "m", rules).read_whole(cut)  # it had no time to call
+    """In a stream each comes in pieces; without any that is admitted, a forced call is missing."""
+    rules = read_call_rules({"tools": TOOLS, **fields})
+    calls = [piece(index, f"id{index}", name, '{"a":1}') for index, name in enumerate(called)]
+    halves = [
+        half
+        for index, name in enumerate(called)
+        for half in (piece(index, f"id{index}", name, '{"a"'), piece(index, arguments=":1}"))
+    ]
+    frames = [*map(chunk, halves), chunk(content="text"), end()]
+    answer, form = whole(*calls, content="text"), EngineAnswer("x", "m", rules)
+    if kept is None:
+        with pytest.raises(FieldUnheld, match="tool_choice"):
+            read(*frames, rules=rules)
+        with pytest.raises(FieldUnheld, match="tool_choice"):
+            form.read_whole(answer)
+        form.read_whole(whole(content="text", reason="length"))  # it had no time to call
+        return
+    streamed, reasons = read(*frames, rules=rules)
+    form.read_whole(answer)
+    (choice,) = answer["choices"]
+    found = [one["function"] for one in choice["message"].get("tool_calls", ())]
+    for functions in (found, streamed):
+        assert "".join(one["name"] for one in functions) == kept
+        assert all(json.loads(one["arguments"]) == {"a": 1} for one in functions)
+    assert reasons == [choice["finish_reason"]] == ["tool_calls" if kept else "stop"]
+    assert choice["message"]["content"] == "text"
+    assert form.left_out == len(called) - len(kept)
+
+
+@pytest.mark.parametrize("name", ["f", "h"])
+def test_a_call_in_the_form_of_2023_is_one_like_others(name: str) -> None:
+    """Some engines write it beside the same call in today's form."""
+    old = {"function_call": {"name": name, "arguments": "{}"}}
+    answer, beside = whole(**old), whole(piece(0, "a", "f", "{}"), **old)
+    streamed = chunk() | {"choices": [{"index": 0, "delta": old, "finish_reason": None}]}
+    calls, reasons = read(json.loads(json.dumps(streamed)), end())
+    for one in (answer, beside):
+        EngineAnswer("x", "m", CallRules(frozenset("f"))).read_whole(one)
+        assert "function_call" not in one["choices"][0]["message"]
+    (choice,) = answer["choices"]
+    assert len(choice["message"].get("tool_calls", ())) == (name == "f")
+    assert len(beside["choices"][0]["message"]["tool_calls"]) == 1
+    assert ([one["name"] for one in calls], reasons) == ([name], ["tool_calls"])
+
+
+@pytest.mark.parametrize("reason", ["length", "content_filter"])
+@pytest.mark.parametrize("arguments", ["", '{"k', None])
+def test_a_cut_call_has_the_arguments_that_came_and_none_without_a_name(
+    reason: str, arguments: str | None
+) -> None:
+    last = piece(1, "b", "" if arguments is None else "g", arguments or "")
+    calls = [piece(0, "a", "f", '{"k":1}'), last]
+    answer = whole(*calls, reason=reason)
+    EngineAnswer("x", "m", FREE).read_whole(answer)
+    streamed, reasons = read(*map(chunk, calls), chunk(finish_reason=reason))
+    found = [one["function"] for one in answer["choices"][0]["message"]["tool_calls"]]
+    expected = ['{"k":1}'] if arguments is None else ['{"k":1}', arguments]
+    for functions in (found, streamed):
+        assert [one["arguments"] for one in functions] == expected
+    assert reasons == [answer["choices"][0]["finish_reason"]] == [reason]

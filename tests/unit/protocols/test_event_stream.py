@@ -19,11 +19,11 @@ def scanner_of(
     *,
     hide_usage: bool = True,
     hide_metrics: bool = True,
-    running_usage: bool = False,
+    usage_interval: int | None = None,
     limit_bytes: int = 4096,
 ) -> StreamScanner:
     """Return a scanner whose events a chat client receives."""
-    profile = GREEDY._replace(include_usage=not hide_usage, running_usage=running_usage)
+    profile = GREEDY._replace(include_usage=not hide_usage, usage_interval=usage_interval)
     encoder = OpenAIStreamEncoder(profile, include_metrics=not hide_metrics)
     return StreamScanner(encoder, CHAT.keep_alive, limit_bytes=limit_bytes)
 
@@ -133,7 +133,7 @@ def test_the_trailing_chunk_is_sent_with_its_metrics_or_without_them() -> None:
     [
         ({}, {}),
         ({"hide_usage": False}, {"usage": None}),
-        ({"hide_usage": False, "running_usage": True}, {"usage": {"prompt_tokens": 4}}),
+        ({"hide_usage": False, "usage_interval": 0}, {"usage": {"prompt_tokens": 4}}),
     ],
 )
 def test_a_client_gets_the_usage_that_it_asks_for(shown, usage) -> None:

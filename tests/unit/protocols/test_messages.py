@@ -2,6 +2,7 @@
 
 import json
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +16,7 @@ from gateway.protocols.documents import Document, Readable
 from gateway.protocols.history import words_for
 from gateway.protocols.messages import MessagesFormat, error_body
 from gateway.protocols.messages.request import to_chat
-from gateway.protocols.messages.response import MessageEncoder
+from gateway.protocols.messages.response import MessageEncoder, message_of
 from gateway.protocols.sealing import Sealer
 from gateway.strict_json import encode_json
 from paceline.request.fields import FieldError
@@ -51,11 +52,11 @@ LINE = "x-anthropic-billing-header: cch=1a2b"
 USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
-    "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 5},
+    "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 5, "system_tokens": 7},
 }
 COUNTS = {
-    "input_tokens": 1,
-    "cache_creation_input_tokens": 5,
+    "input_tokens": 6,
+    "cache_creation_input_tokens": 0,
     "cache_read_input_tokens": 4,
     "output_tokens": 3,
 }
@@ -530,6 +531,54 @@ def test_the_events_of_a_stream_come_in_anthropics_order() -> None:
     assert found[3]["delta"]["type"] == "signature_delta"
     assert found[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert found[-2]["usage"] == COUNTS
+
+
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+MARKED = {**text("Be brief."), **EPHEMERAL}
+PARTS = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "counts"),
+    [
+        ({"system": "Be brief.", "tools": [LOOK]}, [text("Hi")], (6, 0, 4)),
+        ({"cache_control": None, "tools": [LOOK | {"cache_control": None}]}, "Hi", (6, 0, 4)),
+        ({"system": [MARKED]}, "Hi", (3, 3, 4)),
+        ({"tools": [LOOK | EPHEMERAL]}, "Hi", (3, 3, 4)),
+        ({"system": [MARKED]}, [MARKED], (1, 5, 4)),
+        ({}, [result("4") | EPHEMERAL], (1, 5, 4)),
+        ({**EPHEMERAL}, "Hi", (1, 5, 4)),
+    ],
+)
+def test_tokens_up_to_the_last_breakpoint_are_counted_as_stored(fields, content, counts) -> None:
+    """As Anthropic documents it; whole, and the same at the begin and at the end of a stream."""
+    sent = to_body(user(content), **fields)
+    found = [tuple(usage[part] for part in PARTS) for usage in usages_of(sent.breakpoint_in)]
+    assert found == [counts] * 3
+
+
+def usages_of(place: str) -> Iterator[dict[str, Any]]:
+    frame = {"id": "chatcmpl-1", "model": "m", "usage": USAGE}
+    yield message_of(frame, [], place)["usage"]
+    encoder = MessageEncoder(None, {}, place)
+    begin = named_events(encoder.event(b"", chat_chunk({"content": "a"}, usage=USAGE)))
+    yield begin[0]["message"]["usage"]
+    # A worker may find no room to store the prompt, and an engine may count otherwise at the end.
+    others = {"cached_tokens": 10, "cache_write_tokens": 0}
+    encoder.event(b"", {"choices": [], "usage": USAGE | {"prompt_tokens_details": others}})
+    yield named_events(encoder.done())[-2]["usage"]
+
+
+@pytest.mark.parametrize("first", [None, {"prompt_tokens": 0, "completion_tokens": 1}])
+def test_an_engine_that_tells_its_usage_at_the_end_alone_has_it_there(first) -> None:
+    found = events(
+        chat_chunk({"content": "a"}, usage=first),
+        chat_chunk({}, finish_reason="stop"),
+        {"choices": [], "usage": USAGE},
+    )
+    begin, end = found[0]["message"]["usage"], found[-2]["usage"]
+    assert (begin.keys(), end) == (end.keys(), COUNTS)
+    assert not any(begin[part] for part in PARTS), "clients add no number twice"
 
 
 def test_an_error_without_a_fault_of_the_client_is_one_of_the_api() -> None:

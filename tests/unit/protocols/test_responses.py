@@ -11,7 +11,7 @@ from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, WorkerLo
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
-from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses import DONE, ResponsesFormat
 from gateway.protocols.responses.request import check_items
 from gateway.protocols.sealing import Sealer
 from gateway.routing.view import FleetView
@@ -21,6 +21,7 @@ from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
 from tests.support.maker_types import read_event, read_response
+from tests.support.open_responses import check_body, check_event
 from tests.support.policies import single_pool_policy
 from tests.support.tool_call_text import cut_at
 
@@ -106,16 +107,19 @@ def whole(exchange: ResponsesFormat, message: dict[str, Any], reason: str = "sto
     """Return the response to a whole answer, read by OpenAI's types."""
     choice = {"index": 0, "message": message, "finish_reason": reason}
     answer = {"id": "chatcmpl-1", "model": "m", "choices": [choice], "usage": USAGE}
-    return json.loads(exchange.encode(REQUEST, answer, b""))
+    response = json.loads(exchange.encode(REQUEST, answer, b""))
+    check_body(response)
+    return response
 
 
 def split(stream: bytes, *, valid: bool = True) -> list[dict[str, Any]]:
     """Return the numbered events of a stream; `valid`: check their types."""
-    found = named_events(stream)
+    found = named_events(stream.removesuffix(DONE))
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
     if valid:
         for one in found:
             read_event(one)
+            check_event(one)
     return found
 
 
@@ -363,16 +367,19 @@ def test_the_choice_among_tools(choice: Any, sent: Any) -> None:
     assert response["tool_choice"] == choice
 
 
-def test_strict_tools_are_strict_in_the_chat_and_allowed_ones_the_only_ones() -> None:
+def test_strict_tools_are_strict_in_the_chat_and_only_the_choice_is_restricted() -> None:
     tools = chat(tools=[{**LOOK, "strict": True}, {**LOOK, "name": "see", "strict": None}, PATCH])
     functions = [one["function"] for one in tools["tools"]]
     assert [one.get("strict") for one in functions] == [True, None, None]
     allowed = [{"type": "function", "name": "look"}, {"type": "web_search"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
     sent = chat(tools=[LOOK, PATCH], tool_choice=choice)
-    assert [one["function"]["name"] for one in sent["tools"]] == ["look"]
-    assert "tool_grammars" not in sent
-    assert sent["tool_choice"] == "required"
+    look = {"type": "function", "function": {"name": "look"}}
+    assert [one["function"]["name"] for one in sent["tools"]] == ["look", "patch"]
+    assert sent["tool_choice"]["allowed_tools"] == {"mode": "required", "tools": [look]}
+    hosted = {**choice, "tools": [{"type": "web_search"}]}
+    assert chat(tools=[LOOK], tool_choice=hosted)["tool_choice"] == "none"
+    assert chat(tools=[LOOK], max_tool_calls=3)["max_tool_calls"] == 3
 
 
 def test_form_reasoning_and_logprobs() -> None:
@@ -465,7 +472,7 @@ def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(reason: str, detail:
     assert response["status"] == response["output"][0]["status"] == "incomplete"
     frames = chat_chunk({"content": "I lo"}), chat_chunk({}, finish_reason=reason)
     assert streamed(wire(), *frames)[-1]["type"] == "response.incomplete"
-    for arguments, text in (('{"input": "a\\nb', "a\nb"), ('{"input', '{"input'), ("{x", "{x")):
+    for arguments, text in (('{"input": "a\\nb', "a\nb"), ('{"input', ""), ("", ""), ("{x", "{x")):
         calls = [{"id": "c1", "function": {"name": "patch", "arguments": arguments}}]
         custom_call = whole(wire(tools=[PATCH]), {"tool_calls": calls}, reason)["output"][-1]
         assert custom_call["input"] == text, "what the model wrote of it"

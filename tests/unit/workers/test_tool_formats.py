@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from paceline.request.call_rules import CallRules
 from tests.support.call_writers import WRITERS
 from tests.support.tool_call_text import read_calls, tool_of
 from workers.engine.text.tool_formats import FORMATS, ToolFormat, detect_tool_format
@@ -38,7 +39,8 @@ def test_calls_are_read_whole_and_letter_by_letter(family: str) -> None:
         after = read_calls(known, f"Let me see.\n\n{text}", TOOLS)
         assert (after.content, after.calls) == ("Let me see.", whole.calls)
         assert read_calls(known, ["Nothing to do."], TOOLS).content == "Nothing to do."
-    assert read_calls(known, text, TOOLS, limit=1).calls == whole.calls[:1]
+    rules = CallRules(frozenset(name for name, _ in CALLS), limit=1)
+    assert read_calls(known, text, TOOLS, rules=rules).calls == whole.calls[:1]
 
 
 @pytest.mark.parametrize("family", EVERY)

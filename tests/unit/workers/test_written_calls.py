@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.request.call_rules import CallRules
 from tests.support.call_writers import WRITERS
 from tests.support.tool_call_text import cut_at, read_calls, same_json
 from workers.engine.text.tool_formats import FORMATS
@@ -91,6 +92,20 @@ def test_f66_calls_are_read_back_at_any_cut(family: str, examples: int) -> None:
         check(family, writer.answer(calls), places, expected)
 
     read_back()
+
+
+@pytest.mark.parametrize("family", WRITERS)
+def test_calls_that_the_request_does_not_admit_leave_nothing_at_any_cut(family: str) -> None:
+    calls = [(name, {"text": name}) for name in ("to", "add", "get weather", "add", "to", "add")]
+    text = WRITERS[family].answer(calls)
+    rules = CallRules(frozenset(("add", "get weather")), limit=3)
+    for pieces in ([text], text):
+        read = read_calls(KNOWN[family], pieces, TOOLS, rules=rules)
+        assert read.content == ""
+        assert [name for name, _ in read.calls] == ["add", "get weather", "add"]
+        assert [json.loads(arguments)["text"] for _, arguments in read.calls] == [
+            name for name, _ in read.calls
+        ]
 
 
 FUNCTION = "<function=get weather>\n<parameter=text>\nBern\n</parameter>\n</function>"

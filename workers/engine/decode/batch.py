@@ -15,6 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from paceline.protocol import DraftSource
+from workers.engine.decode.draft_length import Plan
+from workers.engine.decode.prompt_lookup import Found
 from workers.engine.decode.row import Row
 from workers.engine.decode.step_graph import Layers, State
 from workers.engine.model.draft_shortlist import DraftShortlist
@@ -46,14 +48,37 @@ class Unread(NamedTuple):
     """Of each row, how many of its tokens are of the answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts(NamedTuple):
+    """What one step of a batch drafts, and what prompt lookup found for it."""
+
+    plan: Plan
+    runs: Sequence[Sequence[int]] = ()
+    """For each row the tokens of its run that it drafts; empty for the head, or nothing."""
+    found: Sequence[Found | None] = ()
+    representative: bool = True
+    """Whether the duration of the step tells what steps of this plan cost."""
+
+    def limits(self, rows: Sequence[Row]) -> list[int]:
+        """Return how many tokens each row drafts, of its run or of the head."""
+        runs, head_tokens = self.runs or [()] * len(rows), self.plan.head_tokens
+        return [
+            len(run) or (row.draft_limit(head_tokens) if row.uses_head else 0)
+            for row, run in zip(rows, runs, strict=True)
+        ]
+
+    def select(self, indices: Sequence[int]) -> Drafts:
+        """Return the drafts of these rows alone."""
+        return self._replace(
+            runs=[self.runs[at] for at in indices if self.runs],
+            found=[self.found[at] for at in indices if self.found],
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class OpenStep:
     """A step that has begun; its arrays may still be computed."""
 
-    k: int
-    """Draft length that the lane has chosen for the head."""
-    representative: bool
-    """Whether its duration tells what steps of this k cost."""
+    planned: Drafts
     drafts: mx.array
     """[rows, L - 1]."""
     limits: Sequence[int]
@@ -73,7 +98,7 @@ class OpenStep:
     def plain(cls, scores: mx.array, rows: int) -> OpenStep:
         """Return a step that drafts nothing, of which only the scores are known."""
         return cls(
-            k=0, representative=True, head_length=0, scores=scores, hidden=None, recurrent=[],
+            planned=Drafts(Plan(0)), head_length=0, scores=scores, hidden=None, recurrent=[],
             drafts=mx.zeros((rows, 0), mx.int32), limits=[0] * rows, sources=[()] * rows,
         )  # fmt: skip
 
@@ -87,6 +112,7 @@ class OpenStep:
         rows = mx.array(indices, dtype=mx.int32)
         return replace(
             self,
+            planned=self.planned.select(indices),
             drafts=self.drafts[rows],
             limits=[self.limits[index] for index in indices],
             sources=[self.sources[index] for index in indices],

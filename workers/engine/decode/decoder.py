@@ -1,13 +1,14 @@
-"""Decode the rows of a lane in batches, one step at a time: draft, verify, accept, append.
+"""Decode the rows of an engine in batches, one step at a time: draft, verify, accept, append.
 
 Drafts come from the MTP head, from prompt lookup (`prompt_lookup.py`), and from a grammar that
 forces the next tokens; `draft_length.py` decides for each row and step, and `acceptance.py` which
 of them an answer takes.
 
-Rows of the head, rows that draft without it, and rows that do not draft form separate batches: a
-verify costs more than a plain step, and a row that gains nothing from it must not pay for it. So do
-rows of different size classes (`batch.py`). A row whose answer must be exact has a batch of its
-own: how kernels round depends on the shape of a batch.
+Rows of all lanes share batches, since a step costs little more for more rows. But rows of the head,
+rows that draft without it, and rows that do not draft form separate batches: a verify costs more
+than a plain step, and a row that gains nothing from it must not pay for it. So do rows of different
+size classes (`batch.py`). A row whose answer must be exact has a batch of its own: how kernels
+round depends on the shape of a batch.
 
 An error in a step does not name its row, and invalidates every cache of the batch. All rows of the
 batch are requeued for a new prefill and degrade by one level: from the head to lookup, from drafts
@@ -20,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from paceline.protocol import DraftSource
-from workers.engine.decode.batch import Batch, OpenStep, size_class
+from workers.engine.decode.batch import Batch, Drafts, OpenStep, size_class
 from workers.engine.decode.draft_head import DraftHead
 from workers.engine.decode.draft_length import RUN_LENGTHS, DraftLength, Plan, Run
 from workers.engine.decode.memory_pressure import is_out_of_memory
@@ -48,7 +48,10 @@ from workers.engine.model.kv_cache import STEP_TOKENS, state_after
 from workers.engine.model.target import Target
 from workers.engine.prefix.tree import RowState, state_of
 from workers.engine.text.tokenizer import PromptRenderer
-from workers.engine.types import TokenLogprob
+from workers.engine.types import LaneName, TokenLogprob
+
+Store = Callable[[Row, Callable[[], RowState]], None]
+"""Takes a row, and a function that returns its state."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,42 +66,30 @@ class Outcome:
     error: Exception | None = None
 
 
-class _Drafts(NamedTuple):
-    """What one step of a batch drafts, and what prompt lookup found for it."""
-
-    plan: Plan
-    runs: Sequence[Sequence[int]]
-    """For each row the tokens of its run that it drafts; empty for the head, or nothing."""
-    found: Sequence[Found | None]
-
-
 class Decoder:
-    """All decoding rows of a lane; used by the engine thread only."""
+    """All decoding rows of an engine; used by the engine thread only."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         prompts: PromptRenderer,
-        head: DraftHead,
-        counters: LaneCounters,
         *,
         draft_tokens: int,
         clock: Callable[[], float],
-        store: Callable[[Row, Callable[[], RowState]], None],
         graph: StepGraph | None = None,
     ) -> None:
-        """Create a decoder; it calls `store` with the state of each row whose answer has ended.
+        """Create a decoder without lanes.
 
         Without a graph it creates one, if rows can share a pass.
         """
-        self._store = store
+        self._counters: dict[LaneName, LaneCounters] = {}
+        self._stores: dict[LaneName, Store] = {}
         self._target = target = checkpoint.target
-        self._head = head
+        self.head = head = DraftHead(checkpoint.head if draft_tokens else None, self._counters)
         # A graph needs rows that share a pass, or positions that no cache has to know.
         if graph is None and (target.explicit_positions or target.supports_batching):
             graph = StepGraph(target, head.usable)
         self._graph = graph
-        self._counters = counters
         self._token_bytes = prompts.raw
         # A verify takes the memory of a recurrent state for each token, which is measured for the
         # shortest of these lengths.
@@ -113,12 +104,18 @@ class Decoder:
         )
         self._reliability = Reliability()
         self._clock = clock
+        self._last: OpenStep | None = None
+        """The step that was begun last, until it is read; the device computes it last."""
         # A family whose caches cannot hold rows of different lengths decodes row by row, and so
         # does a suspect row: both in the family's own caches, which a compiled step cannot take.
         self._shared = target.supports_batching
         self._shared_batches: dict[tuple[bool, bool, int], Batch] = {}
         """By whether their rows draft, and with the head, and by their size class."""
         self._single: list[Batch] = []
+
+    def add_lane(self, name: LaneName, counters: LaneCounters, store: Store) -> None:
+        """Add a lane; its `store` gets the state of each of its rows whose answer has ended."""
+        self._counters[name], self._stores[name] = counters, store
 
     # --- rows come and go -------------------------------------------------------------------------
 
@@ -149,12 +146,13 @@ class Decoder:
             batch.select([i for i, row in enumerate(batch.rows) if row not in removed])
         return removed
 
-    def preempt(self) -> Row:
-        """Remove and return the row with the shortest answer, to free its memory now.
+    def preempt(self, lane: LaneName) -> Row:
+        """Remove and return the row of a lane with the shortest answer, to free its memory now.
 
         A row whose answer is exact is the last resort: it cannot go on.
         """
-        preempted = min(self.rows, key=lambda row: (row.generation.exact, len(row.answer)))
+        rows = (row for row in self.rows if row.generation.lane is lane)
+        preempted = min(rows, key=lambda row: (row.generation.exact, len(row.answer)))
         self.remove(lambda row: row is preempted)
         for batch in self._batches:
             batch.evaluate()  # without it the memory would stay in use until the next step
@@ -163,21 +161,21 @@ class Decoder:
     def join(self, prefill: Prefill) -> Outcome:
         """Add a row whose prefill is complete and whose answer has at least one token."""
         row, token = prefill.row, prefill.row.answer[-1]
-        if (head := self._head.usable) is None:
-            self._head.disable_for(row)
+        if (head := self.head.usable) is None:
+            self.head.disable_for(row)
         seed, outcome = None, Outcome()
         if head is not None and row.uses_head:
             drafting = self._batch_for(row)
             try:  # the row can join once the head has read the backlog of the others
                 drafting.read_backlog(head)
             except Exception as error:  # noqa: BLE001  # only the head's caches are lost
-                self._head.record_error(error)
+                self.head.record_error(error)
                 outcome = self._requeue(drafting, error)
             try:
                 seed = seed_head(prefill, head, token)
             except Exception as error:  # noqa: BLE001  # the target needs no head to go on
-                self._head.record_error(error)
-                self._head.disable_for(row)
+                self.head.record_error(error)
+                self.head.disable_for(row)
         batch = self._batch_for(row)
         others = list(batch.rows)
         try:
@@ -209,7 +207,7 @@ class Decoder:
         for row in requeued:
             row.suspect = not row.draft_tokens
             if row.uses_head:
-                self._head.disable_for(row)
+                self.head.disable_for(row)
             else:
                 row.draft_tokens = 0
         return Outcome(failed=failed, requeued=requeued, error=error)
@@ -219,11 +217,12 @@ class Decoder:
     def step(self, *, ahead: bool = False) -> Iterator[Outcome]:
         """Advance every row by one step, batch by batch.
 
-        With `ahead`, the next step of a batch that is alone begins before this one is read.
+        With `ahead`, the next step of each batch begins before this one is read, or else as soon as
+        its rows have their tokens: while the host reads one batch, the device computes another.
         """
-        batches = [batch for batch in self._batches if batch.rows]
-        for batch in batches:
-            yield self._step(batch, ahead=ahead and len(batches) == 1)
+        for batch in self._batches:
+            if batch.rows:
+                yield self._step(batch, ahead=ahead)
         self._single = [batch for batch in self._single if batch.rows]
 
     def finish_open_steps(self) -> Iterator[Outcome]:
@@ -231,48 +230,101 @@ class Decoder:
         for batch in self._batches:
             if batch.opened is not None:
                 yield self._step(batch, ahead=False)
+        self._last = None
 
     def _step(self, batch: Batch, *, ahead: bool) -> Outcome:
-        if batch.has_head and self._head.usable is None:
+        if batch.has_head and self.head.usable is None:
             return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
-        rows, had_backlog = list(batch.rows), bool(batch.backlog)
-        opened, batch.opened = batch.opened, None
-        if opened is not None:
-            k, representative = opened.k, opened.representative
-        else:
-            k, representative = self._choose_k(batch)
-        begun_s, drafts = self._clock(), _Drafts(Plan(k), [()] * len(rows), [None] * len(rows))
+        rows, has_head, was_open = list(batch.rows), batch.has_head, batch.opened is not None
+        others = self._last if self._last is not batch.opened else None
+        if others and not was_open:
+            mx.synchronize()  # so that the device computes this step alone, and its cost shows
+        begun_s = self._clock()
+        if not was_open and (unbegun := self._begin(batch)) is not None:
+            return self._fail(batch, *unbegun)
+        planned = batch.opened.planned if batch.opened else Drafts(Plan(0))
         try:
-            drafts = self._plan(batch, drafts)
-            step, tokens, unopened = self._compute(batch, opened, drafts, ahead=ahead)
+            step, tokens, found, unbegun = self._compute(
+                batch, ahead=ahead and (was_open or not others), others=others is not None
+            )
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
-            return self._fail(batch, error, k, drafts.runs if opened is None else ())
-        outcome, fitted = self._append(rows, step, tokens, begun_s)
-        self._observe_lookups(rows, tokens, drafts.found)
-        plan = drafts.plan if opened is None else Plan(k)
-        if opened is None:
-            representative &= not (had_backlog and plan.head_tokens)
-        # Else it also took a part of the next step, or the step before took one of this.
-        representative &= (opened is None) == (batch.opened is None)
-        duration_s = self._clock() - begun_s
-        self._counters.record_decode(sum(map(len, tokens)) / len(rows), duration_s)
-        if batch.has_head or any(row.lookup or row.matcher for row in rows):
-            self._record_cost(step, plan.cost if representative else None, sum(fitted), duration_s)
-        if batch.has_head:
-            self._head.record_success()
-            self._record_skipped(rows, k)
+            return self._fail(batch, error, planned)
+        queued = batch.opened is not None or (others is not None and was_open)
+        alone = not was_open and batch.opened is None
+        outcome, appended = self._append(rows, step, tokens, begun_s)
+        elapsed_s = self._clock() - begun_s if alone else 0.0
+        self._observe_lookups(rows, tokens, found)
         for index, row in enumerate(rows):
-            if row in outcome.finished and unopened is None:
-                read = partial(self._state, batch, index, step, tokens[index], fitted[index])
-                self._store(row, read)
+            if row in outcome.finished and unbegun is None:
+                read = partial(self._state, batch, index, step, tokens[index], appended[index])
+                self._stores[row.generation.lane](row, read)
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
-        if unopened is not None:
-            lost = self._fail(batch, *unopened)
+        if ahead and batch.rows and batch.opened is None and unbegun is None:
+            unbegun = self._begin(batch, others=others is not None and was_open)
+        if unbegun is not None:
+            lost = self._fail(batch, *unbegun)
             outcome.failed += lost.failed
             outcome.requeued += lost.requeued
             outcome.error = outcome.error or lost.error
+        if not alone:
+            elapsed_s = self._clock() - begun_s
+            alone = others is None and was_open and batch.opened is not None
+        self._last = batch.opened or others
+        self._record(rows, step, tokens, appended, elapsed_s, alone=alone, ahead=queued)
+        if has_head:
+            self.head.record_success()
         return outcome
+
+    def _begin(
+        self, batch: Batch, unread_tokens: int = 0, *, others: bool = False
+    ) -> tuple[Exception, Drafts] | None:
+        """Begin the next step of a batch; if it fails, return the error and what it was to draft.
+
+        A step that begins before the last one is read drafts no runs: what they go on from is not
+        known yet. Nothing begins where no graph computes a family, nor if the device computes
+        other batches and the cost of this step is to be measured.
+        """
+        if self._graph is None or not batch.shared:
+            return None
+        rows, (k, representative) = batch.rows, self._choose_k(batch)
+        planned = Drafts(Plan(k))
+        try:
+            if not unread_tokens:
+                planned = self._plan(batch, planned)
+            representative &= not (batch.backlog and planned.plan.head_tokens)
+            drafts = batch.has_head or any(row.lookup or row.matcher for row in rows)
+            sample = others and drafts and representative
+            if sample and self._draft_length.wants_sample(len(rows), planned.plan):
+                return None
+            representative &= drafts
+            planned = planned._replace(representative=representative)
+            batch.opened = begin_step(batch, self._graph, planned, unread_tokens=unread_tokens)
+        except Exception as error:  # noqa: BLE001  # the caller requeues the rows
+            return error, planned
+        if batch.has_head and k == 0 and self._draft_length.best(len(rows)) == 0:
+            for row in rows:
+                row.drafting_skipped = True
+        return None
+
+    def _compute(
+        self, batch: Batch, *, ahead: bool, others: bool
+    ) -> tuple[OpenStep, Tokens, Sequence[Found | None], tuple[Exception, Drafts] | None]:
+        """Finish and read the open step of a batch, and begin the one after it if it may.
+
+        Returns the step, its tokens, what was looked up for it, whether it was drafted or not, and
+        what `_begin` returns.
+        """
+        step, batch.opened = batch.opened, None
+        if self._graph is None or step is None:
+            return *run_uncompiled_step(batch, self._target), (), None
+        unbegun, seen = None, step.planned
+        if not seen.found:  # the step began before the tokens that a run goes on from were known
+            seen = self._plan(batch, seen)
+        decided = finish_step(batch, self._graph, step)
+        if ahead and not any(seen.runs) and self._may_go_ahead(batch, step.tokens):
+            unbegun = self._begin(batch, step.tokens, others=others)
+        return step, read_step(batch, step, decided), seen.found, unbegun
 
     def _choose_k(self, batch: Batch) -> tuple[int, bool]:
         """Return the draft length of the next step, and whether its duration is representative.
@@ -287,11 +339,11 @@ class Decoder:
         k = self._draft_length.choose(count, fewest_steps)
         return k, not self._draft_length.is_exploring(count, fewest_steps)
 
-    def _plan(self, batch: Batch, drafts: _Drafts) -> _Drafts:
+    def _plan(self, batch: Batch, planned: Drafts) -> Drafts:
         """Decide what each row drafts: the tokens of the head, or some of its run."""
         rows, limit = batch.rows, self._run_limit
-        if not (limit and batch.shared and any(row.lookup or row.matcher for row in rows)):
-            return drafts
+        if not (limit and any(row.lookup or row.matcher for row in rows)):
+            return planned
         runs: list[Run | None] = []
         found: list[Found | None] = []
         for row in rows:
@@ -307,7 +359,7 @@ class Decoder:
             runs.append(run)
         fixed = [row.draft_tokens_fixed and row.draft_tokens > 0 for row in rows]
         plan = self._draft_length.plan(
-            drafts.plan.head_tokens,
+            planned.plan.head_tokens,
             [None if own else run for own, run in zip(fixed, runs, strict=True)],
         )
         drafted: list[Sequence[int]] = [()] * len(rows)
@@ -316,32 +368,7 @@ class Decoder:
                 drafted[index] = run.tokens[: rows[index].draft_tokens]
             elif run is not None and plan.uses_run[index]:
                 drafted[index] = run.tokens[: plan.run_tokens]
-        return _Drafts(plan, drafted, found)
-
-    def _compute(
-        self, batch: Batch, opened: OpenStep | None, drafts: _Drafts, *, ahead: bool
-    ) -> tuple[OpenStep, Tokens, tuple[Exception, int] | None]:
-        """Begin the next step unless it is open, finish and read it.
-
-        If the step after it was to begin before this one is read, and failed, also return the error
-        and its k.
-        """
-        graph = self._graph
-        if graph is None or not batch.shared:
-            return *run_uncompiled_step(batch, self._target), None
-        if opened is None:
-            opened = begin_step(batch, graph, drafts.plan.head_tokens, drafts.runs)
-        decided, unopened = finish_step(batch, graph, opened), None
-        if ahead and not any(drafts.runs) and self._may_go_ahead(batch, opened.tokens):
-            k, representative = self._choose_k(batch)
-            representative &= not (batch.backlog and k)
-            try:
-                batch.opened = begin_step(
-                    batch, graph, k, representative=representative, unread_tokens=opened.tokens
-                )
-            except Exception as error:  # noqa: BLE001  # this step has its tokens
-                unopened = error, k
-        return opened, read_step(batch, opened, decided), unopened
+        return planned._replace(plan=plan, runs=drafted, found=found)
 
     def _may_go_ahead(self, batch: Batch, unread_tokens: int) -> bool:
         """Return whether the next step can begin before the tokens of this one are read.
@@ -357,15 +384,13 @@ class Decoder:
             for row in batch.rows
         )
 
-    def _fail(
-        self, batch: Batch, error: Exception, k: int, runs: Sequence[Sequence[int]] = ()
-    ) -> Outcome:
+    def _fail(self, batch: Batch, error: Exception, planned: Drafts) -> Outcome:
         """Count the drafts of a step that failed, and requeue the rows of its batch."""
         if batch.has_head:
-            self._head.record_error(error)
-        for row, run in zip(batch.rows, runs or [()] * len(batch.rows), strict=True):
-            limit = row.draft_limit(k) if row.uses_head else 0
-            row.speculation.add_errors(draft_sources(len(run) or limit, run))
+            self.head.record_error(error)
+        runs = planned.runs or [()] * len(batch.rows)
+        for row, limit, run in zip(batch.rows, planned.limits(batch.rows), runs, strict=True):
+            row.speculation.add_errors(draft_sources(limit, run))
         return self._requeue(batch, error)
 
     def _append(
@@ -403,8 +428,8 @@ class Decoder:
         self, batch: Batch, index: int, step: OpenStep, tokens: Sequence[int], kept: int
     ) -> RowState:
         """Return the state of a row after the first `kept` of the tokens of the last step."""
-        if batch.head_caches and batch.backlog and self._head.usable is not None:
-            batch.read_backlog(self._head.usable)
+        if batch.head_caches and batch.backlog and self.head.usable is not None:
+            batch.read_backlog(self.head.usable)
         one = slice(index, index + 1)
         hidden = None if step.hidden is None else step.hidden[one, kept - 1 : kept]
         end = batch.rows[index].context_tokens
@@ -425,34 +450,49 @@ class Decoder:
         self, rows: list[Row], tokens: Tokens, found: Sequence[Found | None]
     ) -> None:
         """Compare what was looked up, whether drafted or not, with the tokens that came."""
-        for row, chosen, looked_up in zip(rows, tokens, found, strict=True):
+        for row, chosen, looked_up in zip(rows, tokens, found or [None] * len(rows), strict=True):
             if looked_up is not None and row.lookup is not None:
                 self._reliability.observe(looked_up, chosen, row.lookup.counts)
 
-    def _record_skipped(self, rows: list[Row], k: int) -> None:
-        """Record for each row whether a step drafted nothing since drafts do not pay."""
-        if k == 0 and self._draft_length.best(len(rows)) == 0:
-            for row in rows:
-                row.drafting_skipped = True
-
-    def _record_cost(
-        self, step: OpenStep, planned: tuple[int, int] | None, appended: int, duration_s: float
+    def _record(
+        self,
+        rows: list[Row],
+        step: OpenStep,
+        tokens: Tokens,
+        appended: Sequence[int],
+        elapsed_s: float,
+        *,
+        alone: bool,
+        ahead: bool,
     ) -> None:
-        """Record the cost of a step, including that of appending its tokens.
+        """Record the duration of a step, which includes that of appending its tokens.
 
-        `planned` has the tokens that the head drafts and those that are verified; None if the cost
-        is not representative. A step in which rows have draft lengths of their own is no sample
-        either. A drafted step saves the difference to the plain steps that it replaced.
+        Only of a step that the device computed alone it is the cost. A drafted step saves the
+        difference to the plain steps that it replaced. `ahead` is whether the device computed
+        another one while this was read.
         """
         policy, drafted = self._draft_length, [len(sources) for sources in step.sources]
-        rows = len(drafted)
-        if planned is not None and max(drafted) == planned[1]:
-            policy.observe_cost(rows, planned[1], duration_s, head_tokens=planned[0])
-            by_rows = [policy.best(size) for size in range(1, self._counters.slots + 1)]
-            self._counters.set_drafts(by_rows, rows, policy.speedup(rows))
-        plain_s = policy.plain_step_s(rows)
-        if plain_s is not None and any(drafted):
-            self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
+        size, cost, cost_s = len(drafted), step.planned.plan.cost, elapsed_s
+        # A step in which rows have draft lengths of their own is no sample.
+        if alone and step.planned.representative and max(drafted) == cost[1]:
+            policy.observe_cost(size, cost[1], elapsed_s, head_tokens=cost[0])
+            for counters in self._counters.values():
+                by_rows = [policy.best(count) for count in range(1, counters.slots + 1)]
+                counters.set_drafts(by_rows, size, policy.speedup(size))
+        elif step.planned.representative:
+            policy.skip_cost()
+        if ahead and not alone:
+            cost_s = policy.cost_s(size, *cost) or elapsed_s
+        plain_s = policy.cost_s(size, 0, 0)
+        for lane, counters in self._counters.items():
+            own = [at for at, row in enumerate(rows) if row.generation.lane is lane]
+            if not own:
+                continue
+            each = sum(len(tokens[at]) for at in own) / len(own)
+            counters.record_decode(each, elapsed_s, ahead=ahead)
+            if plain_s is not None and any(drafted):
+                replaced_s = plain_s * sum(appended[at] for at in own)
+                counters.record_decode_saving((replaced_s - cost_s * len(own)) / size)
 
 
 def _batch_key(row: Row) -> tuple[bool, bool, int]:

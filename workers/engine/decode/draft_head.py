@@ -1,4 +1,4 @@
-"""MTP head of a lane, with its health.
+"""MTP head of an engine, with its health.
 
 An error of the head costs the affected rows their drafts only: the target decodes without a head.
 After several consecutive errors the head stays off until the worker restarts.
@@ -7,12 +7,14 @@ After several consecutive errors the head stays off until the worker restarts.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from paceline.request.profile import Bypass
 from workers.engine.decode.memory_pressure import is_out_of_memory
 from workers.engine.decode.metrics import LaneCounters
 from workers.engine.decode.row import Row
 from workers.engine.model.mtp_head import MtpHead
+from workers.engine.types import LaneName
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +22,9 @@ MAX_CONSECUTIVE_ERRORS = 3
 
 
 class DraftHead:
-    """The head of a lane; its health is stored in the lane's counters."""
+    """The head of all lanes; its health is stored in their counters."""
 
-    def __init__(self, head: MtpHead | None, counters: LaneCounters) -> None:
+    def __init__(self, head: MtpHead | None, counters: Mapping[LaneName, LaneCounters]) -> None:
         self._head = head
         self._counters = counters
         self._consecutive_errors = 0
@@ -30,7 +32,8 @@ class DraftHead:
     @property
     def usable(self) -> MtpHead | None:
         """Return the head, or None if there is none or it is unhealthy."""
-        return self._head if self._counters.head_healthy else None
+        healthy = all(counters.head_healthy for counters in self._counters.values())
+        return self._head if healthy else None
 
     def record_success(self) -> None:
         """Reset the count of consecutive errors."""
@@ -48,7 +51,8 @@ class DraftHead:
             "mtp_head.failed consecutive_errors=%d", self._consecutive_errors, exc_info=error
         )
         if self._consecutive_errors == MAX_CONSECUTIVE_ERRORS:
-            self._counters.head_healthy = False
+            for counters in self._counters.values():
+                counters.head_healthy = False
 
     def disable_for(self, row: Row) -> None:
         """Stop drafting for a row that was admitted as drafting, and count the bypass.
@@ -59,4 +63,4 @@ class DraftHead:
             row.with_head = False
             if not row.looks_up:
                 row.draft_tokens = 0
-            self._counters.record_bypass(row, Bypass.HEAD_UNHEALTHY)
+            self._counters[row.generation.lane].record_bypass(row, Bypass.HEAD_UNHEALTHY)

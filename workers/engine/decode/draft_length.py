@@ -27,6 +27,8 @@ PROBE_EVERY = 128
 PROBE_STEPS = 4
 """Consecutive steps of one probe: the first also pays for the head's backlog, so it is no
 sample."""
+MEASURE_EVERY = 32
+"""Steps after which one is measured again, where the device also computes other batches."""
 MARGIN = 1.05
 """Factor by which another k must be faster to replace the current one."""
 EXPLORATION_STEPS = 4
@@ -101,6 +103,8 @@ class DraftLength:
         self._current: dict[int, int] = {}
         self._steps = 0
         self._planned = 0
+        self._unmeasured = 0
+        """Steps since the last one that was measured."""
 
     def choose(self, rows: int, fewest_steps: int = EXPLORATION_STEPS) -> int:
         """Return the draft length of the next step of a batch of `rows` rows.
@@ -167,6 +171,7 @@ class DraftLength:
         self, rows: int, k: int, duration_s: float, *, head_tokens: int | None = None
     ) -> None:
         """Record the duration of a step that drafted k tokens, all of them by the head if None."""
+        self._unmeasured = 0
         self._samples(_size_class(rows), k if head_tokens is None else head_tokens, k).append(
             duration_s
         )
@@ -201,15 +206,24 @@ class DraftLength:
         is that of a text, and not of a machine.
         """
         size = _size_class(rows)
-        k, plain_s = self._current.get(size), self.plain_step_s(rows)
+        k, plain_s = self._current.get(size), self.cost_s(rows, 0, 0)
         if k is None or plain_s is None or not self._has_head:
             return 0.0
         return self.tokens_per_step(k) * plain_s / self._cost_s(size, k, k)
 
-    def plain_step_s(self, rows: int) -> float | None:
-        """Return the cost of a step without drafts; None while it is not measured."""
-        samples = self._costs_s.get((_size_class(rows), 0, 0))
+    def cost_s(self, rows: int, head_tokens: int, verified: int) -> float | None:
+        """Return the cost of such a step; None while it is not measured."""
+        samples = self._costs_s.get((_size_class(rows), head_tokens, verified))
         return median(samples) if samples else None
+
+    def wants_sample(self, rows: int, plan: Plan) -> bool:
+        """Return whether the next step is to be measured, though that holds up other batches."""
+        few = len(self._samples(_size_class(rows), *plan.cost)) < MIN_SAMPLES
+        return few or self._unmeasured >= MEASURE_EVERY
+
+    def skip_cost(self) -> None:
+        """Record a step whose cost could not be measured."""
+        self._unmeasured += 1
 
     def tokens_per_step(self, k: int) -> float:
         """Return the expected tokens of a step that drafts k."""

@@ -57,6 +57,8 @@ class LaneCounters:
             "requests": 0,
             "prompt_tokens": 0,
             "completion_tokens": 0,
+            "steps": 0,
+            "steps_ahead": 0,
         }
         """By their names in a report."""
 
@@ -118,9 +120,16 @@ class LaneCounters:
         with self._lock:
             self._prefill_speed.observe(tokens, duration_s)
 
-    def record_decode(self, tokens_per_row: float, duration_s: float) -> None:
-        """Record the duration of a step, and the mean number of tokens that each row got."""
+    def record_decode(
+        self, tokens_per_row: float, duration_s: float, *, ahead: bool = False
+    ) -> None:
+        """Record the duration of a step, and the mean number of tokens that each row got.
+
+        `ahead` says whether the device computed another step while the host read this one.
+        """
         with self._lock:
+            self._sums["steps"] += 1
+            self._sums["steps_ahead"] += ahead
             self._decode_speed.observe(tokens_per_row, duration_s)
 
     def record_decode_saving(self, seconds: float) -> None:
@@ -135,7 +144,8 @@ class LaneCounters:
         """
         with self._lock:
             self._draft_tokens_by_rows = tuple(tokens_by_rows)
-            self._draft_speedup_by_rows[rows - 1] = speedup
+            if rows <= self.slots:  # a batch may also have rows of other lanes
+                self._draft_speedup_by_rows[rows - 1] = speedup
 
     def report(self) -> LaneReport:
         """Return a consistent copy of all counts."""

@@ -174,6 +174,8 @@ class Row:
     """These tokens by kind, as the lane counts them."""
     stored_tokens: int = 0
     """Tokens of the prompt up to the last of which the prefix cache has stored it."""
+    stored: bool = False
+    """Whether the prefix cache was asked to store the ended answer, and so all of the prompt."""
     skipped_tokens: int = 0
     """Prompt tokens that the target never reads, since a draft model found them unimportant."""
     cacheable: bool = False
@@ -333,11 +335,15 @@ class Row:
 
     def usage(self) -> types.Usage:
         """Return the token counts so far, the end token included, as vLLM does."""
+        prompt_tokens, stored_tokens = len(self.prompt.tokens), self.stored_tokens
+        if self.cacheable and not (self.stored or self.skipped_tokens):
+            stored_tokens = prompt_tokens  # so that all usages of one answer say the same
         return types.Usage(
-            prompt_tokens=len(self.prompt.tokens),
+            prompt_tokens=prompt_tokens,
             completion_tokens=len(self.answer),
             cached_tokens=self.cached_tokens,
-            written_tokens=max(self.stored_tokens - self.cached_tokens, 0),
+            written_tokens=max(stored_tokens - self.cached_tokens, 0),
+            system_tokens=self.prompt.prefix.tokens if self.prompt.prefix else 0,
             skipped_tokens=self.skipped_tokens,
             reasoning_tokens=self.reasoning.state.reasoning_tokens if self.reasoning else 0,
         )

@@ -1,7 +1,7 @@
 """Sampler: choose the next tokens of a batch, every row by its own rules.
 
-A sampled row draws with a key made of its seed and the position of the token, so that the same seed
-gives the same text alone, in a full batch, and with or without speculation.
+A sampled row draws with a number made of its seed and the position of the token, so that the same
+seed gives the same text alone, in a full batch, and with or without speculation.
 """
 
 from __future__ import annotations
@@ -98,14 +98,13 @@ def choose(
             scores.append(own / row.sampling.temperature)
     if drawn:
         filtered = filter_logits(mx.stack(scores), [rows[index].sampling for index in drawn])
-        for index, own in zip(drawn, filtered, strict=True):
-            row = rows[index]
-            first = len(row.answer)
-            keys = [position_key(row.seed, first + at) for at in range(own.shape[0])]
-            draws = [
-                mx.random.categorical(own[at : at + 1], key=key) for at, key in enumerate(keys)
-            ]
-            chosen[index] = mx.concatenate(draws).astype(mx.int32)
+        positions = range(logits.shape[1])
+        uniforms = [
+            [uniform(rows[index].seed, len(rows[index].answer) + at) for at in positions]
+            for index in drawn
+        ]
+        for index, tokens in zip(drawn, draw(filtered, mx.array(uniforms)), strict=True):
+            chosen[index] = tokens
     return mx.stack(chosen)
 
 
@@ -265,13 +264,24 @@ def _limits(samplings: Sequence[Sampling]) -> mx.array:
     return mx.array([one.top_p if one.top_p < 1 else mx.inf for one in samplings])[:, None, None]
 
 
-def position_key(seed: int, position: int) -> mx.array:
-    """Return the random key of one position; adjacent seeds and positions get unrelated keys.
+def draw(logits: mx.array, uniforms: mx.array) -> mx.array:
+    """Draw a token for every row and position: [rows, L, vocabulary] to [rows, L] int32.
+
+    `uniforms` [rows, L] in [0, 1) decide: the token is the first one at which the sum of the
+    probabilities exceeds it. One uniform number costs less than one for each token, as the Gumbel
+    trick takes.
+    """
+    sums = mx.cumsum(mx.exp(logits - logits.max(-1, keepdims=True)), axis=-1)
+    return (sums <= uniforms[..., None] * sums[..., -1:]).sum(-1).astype(mx.int32)
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the random number of one position, in [0, 1), with as many bits as a float32 has.
 
     Two rounds of splitmix64 (Steele, Lea, Flood 2014), since a plain sum would make position 1 of
     seed 0 the same draw as position 0 of seed 1.
     """
-    return mx.random.key(_mix((_mix(seed & _MASK) + position) & _MASK))
+    return (_mix((_mix(seed & _MASK) + position) & _MASK) >> 40) / (1 << 24)
 
 
 def _mix(value: int) -> int:

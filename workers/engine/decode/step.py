@@ -17,7 +17,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from paceline.protocol import DraftSource
-from workers.engine.decode.batch import Batch, OpenStep, Unread, set_states, states_of
+from workers.engine.decode.batch import (
+    Batch,
+    Drafts,
+    OpenStep,
+    Unread,
+    set_states,
+    states_of,
+)
 from workers.engine.decode.sampler import choose
 from workers.engine.decode.step_graph import StepGraph
 from workers.engine.model.target import Target
@@ -32,25 +39,20 @@ Tokens = Sequence[tuple[int, ...]]
 def begin_step(
     batch: Batch,
     graph: StepGraph,
-    k: int,
-    runs: Sequence[Sequence[int]] = (),
+    planned: Drafts,
     *,
-    representative: bool = True,
     unread_tokens: int = 0,
 ) -> OpenStep:
-    """Draft and verify up to k tokens of every row, or its fixed draft length.
+    """Draft and verify what is planned for every row; start to compute it, without waiting.
 
-    `runs` has for each row the tokens that it drafts instead of asking the head. The step before
-    has chosen up to `unread_tokens` tokens that the answers of the rows do not have yet; all that
-    finishing the step takes is then computed, without waiting for it.
+    The step before has chosen up to `unread_tokens` tokens that the answers of the rows do not have
+    yet.
     """
-    runs = runs or [()] * len(batch.rows)
-    wanted = [
-        row.draft_limit(k) if batch.has_head and not run else 0
-        for row, run in zip(batch.rows, runs, strict=True)
-    ]
-    head_length = max(wanted)
-    limits = [len(run) or limit for limit, run in zip(wanted, runs, strict=True)]
+    runs = planned.runs or [()] * len(batch.rows)
+    limits = planned.limits(batch.rows)
+    head_length = max(
+        (limit for limit, run in zip(limits, runs, strict=True) if not run), default=0
+    )
     length = max(limits)
     rules = [row.token_rules(length) if length else None for row in batch.rows]
     forced = [() if one is None else one.forced() for one in rules]
@@ -69,8 +71,7 @@ def begin_step(
     state, recurrent = graph.split(verified.layers, batch.caches)
     set_states(batch.caches, state)
     step = OpenStep(
-        k=k,
-        representative=representative,
+        planned=planned,
         drafts=drafts,
         limits=limits,
         head_length=head_length,
@@ -82,11 +83,10 @@ def begin_step(
         hidden=verified.hidden,
         recurrent=recurrent,
     )
-    if unread_tokens:
-        mx.async_eval(
-            step.scores, step.hidden, step.recurrent, step.drafts,
-            states_of(batch.caches), states_of(batch.head_caches),
-        )  # fmt: skip
+    mx.async_eval(
+        step.scores, step.hidden, step.recurrent, step.drafts,
+        states_of(batch.caches), states_of(batch.head_caches),
+    )  # fmt: skip
     return step
 
 

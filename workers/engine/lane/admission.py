@@ -19,7 +19,6 @@ from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.lane.prefill_queue import PrefillQueue
 from workers.engine.model.target import Target
 from workers.engine.prefix.cache import PrefixCache
-from workers.engine.types import LaneName
 
 GROWTH_TOKENS = 256
 """Growth reserved for each row when another one joins, to avoid an early preemption."""
@@ -39,7 +38,8 @@ class Admission:
         self.prefix_cache = prefix_cache
         self.monitor = monitor or MemoryMonitor()
         self.prefills = PrefillQueue()
-        self.decoders: dict[LaneName, Decoder] = {}
+        self.decoder: Decoder
+        """That of the same engine (`EngineParts`)."""
         self._target = target
         self._relieved: MemoryReading | None = None
         """The reading after caches were last given back."""
@@ -49,14 +49,14 @@ class Admission:
         """Return whether the memory of the machine is short."""
         return self.monitor.reading().pressure is not Pressure.NORMAL
 
-    def rows_by_batch(self, lane: LaneName, newcomers: Iterable[Row] = ()) -> list[list[Row]]:
-        """Return the rows of a lane with caches, by the batch that they are in or will join."""
-        in_prefill = (prefill.row for prefill in self.prefills.of(lane))
-        return self.decoders[lane].rows_by_batch(*in_prefill, *newcomers)
+    def rows_by_batch(self, newcomers: Iterable[Row] = ()) -> list[list[Row]]:
+        """Return the rows with caches, by the batch that they are in or will join."""
+        in_prefill = (prefill.row for prefill in self.prefills)
+        return self.decoder.rows_by_batch(*in_prefill, *newcomers)
 
     def rows(self) -> list[Row]:
         """Return the rows of all lanes that have caches."""
-        return [row for lane in self.decoders for rows in self.rows_by_batch(lane) for row in rows]
+        return [row for rows in self.rows_by_batch() for row in rows]
 
     def has_room(self, row: Row) -> bool:
         """Return whether a row may be read now; one without others always may.
@@ -74,10 +74,7 @@ class Admission:
 
     def used_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
         """Return the bytes that the rows of all lanes take, each grown by `growth_tokens`."""
-        memory, batches = self.memory, []
-        for lane in self.decoders:
-            own = [row for row in newcomers if row.generation.lane is lane]
-            batches += self.rows_by_batch(lane, own)
+        memory, batches = self.memory, self.rows_by_batch(newcomers)
         tokens = [[row.slots_after(growth_tokens) for row in rows] for rows in batches]
         unread = (*(prefill.row for prefill in self.prefills), *newcomers)
         longest = max((row.slots_used for row in unread), default=0)

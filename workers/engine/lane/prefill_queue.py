@@ -5,13 +5,13 @@ The prompt with the fewest tokens left comes first (shortest remaining processin
 few chunks in a row may be read out of turn; then the prompt that has waited longest gets one, so
 that every prompt moves however many short ones come.
 
-All lanes of an engine share one queue, and the device: while a lane decodes, no lane reads twice
-between two of its steps.
+All lanes of an engine share one queue, and the device: while rows decode, no lane reads twice
+between two of their steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from workers.engine.decode.prefill import Prefill
 
@@ -27,8 +27,8 @@ class PrefillQueue:
         """With their lanes; first the one whose last chunk, or arrival, is the longest ago."""
         self._overtakes = 0
         """Chunks that have overtaken other prompts since one was read in turn."""
-        self._delayed: set[str] = set()
-        """Lanes that have not decoded since the last chunk."""
+        self._delayed = False
+        """Whether nothing was decoded since the last chunks."""
 
     def __iter__(self) -> Iterator[Prefill]:
         return (prompt for _, prompt in self._prompts)
@@ -47,12 +47,12 @@ class PrefillQueue:
         self._prompts = [entry for entry in self._prompts if entry[1] not in removed]
         return removed
 
-    def next(self, lane: str, decoding: Iterable[str]) -> Prefill | None:
+    def next(self, lane: str, *, decoding: bool) -> Prefill | None:
         """Return the prompt to read now; None if it is another lane's, or rows must decode first.
 
-        `decoding` are the lanes that have decoding rows.
+        `decoding` says whether there are any.
         """
-        if not self._prompts or not self._delayed.isdisjoint(decoding):
+        if not self._prompts or (self._delayed and decoding):
             return None
         owner, prompt = self._prompts[0]
         if self._overtakes < MAX_OVERTAKES:
@@ -65,10 +65,10 @@ class PrefillQueue:
         self._overtakes = self._overtakes + 1 if at else 0
         self._prompts.append(self._prompts.pop(at))
 
-    def end_reading(self, lanes: Iterable[str]) -> None:
-        """Let these lanes decode before any of them reads again."""
-        self._delayed.update(lanes)
+    def end_reading(self) -> None:
+        """Let the rows decode before a prompt is read again."""
+        self._delayed = True
 
-    def record_decode(self, lane: str) -> None:
-        """Record that a lane has decoded one step."""
-        self._delayed.discard(lane)
+    def record_decode(self) -> None:
+        """Record that the rows have decoded one step."""
+        self._delayed = False

@@ -27,7 +27,6 @@ from paceline.protocol import PrefixCounts, whole_scope
 from paceline.request.profile import Bypass
 from workers.engine import types
 from workers.engine.decode.decoder import Decoder, Outcome, check_device
-from workers.engine.decode.draft_head import DraftHead
 from workers.engine.decode.memory_pressure import MemoryReading, is_out_of_memory
 from workers.engine.decode.metrics import LaneCounters
 from workers.engine.decode.prefill import (
@@ -86,6 +85,14 @@ class EngineParts:
     """None lets each lane compile its own steps."""
     clock: Callable[[], float] = time.perf_counter
     lanes: list[LaneScheduler] = field(default_factory=list)
+    decoder: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Create the decoder of these lanes."""
+        self.decoder = self.admission.decoder = Decoder(
+            self.checkpoint, self.prompts, draft_tokens=self.settings.draft_tokens,
+            clock=self.clock, graph=self.graph,
+        )  # fmt: skip
 
 
 class LaneScheduler:
@@ -99,15 +106,14 @@ class LaneScheduler:
         self.ends = checkpoint.eos
         """Tokens by which the model ends an answer."""
         self.counters = LaneCounters(name, slots=slots, draft_tokens=draft_tokens)
-        head = checkpoint.head if draft_tokens else None
-        self.has_head = head is not None
+        self.has_head = checkpoint.head is not None and draft_tokens > 0
         self._settings = settings
         self._lanes = parts.lanes
         self._admission = parts.admission
         self._clock = parts.clock
         self._sparse_prefill = parts.sparse_prefill
         self._target = checkpoint.target
-        self._head = DraftHead(head, self.counters)
+        self._head = parts.decoder.head
         self._prefill_budget = PrefillBudget(
             settings.prefill_chunk_tokens, settings.prefill_budget_s
         )
@@ -115,15 +121,15 @@ class LaneScheduler:
         self._drain_rate = DrainRate()
         self._draining = False
         """Whether rows wait because the lane is full, so that its rate shows."""
-        self._decoder = Decoder(
-            checkpoint, parts.prompts, self._head, self.counters,
-            draft_tokens=draft_tokens, clock=parts.clock,
-            store=self._store_answer, graph=parts.graph,
-        )  # fmt: skip
+        self._decoder = parts.decoder
+        self._decoder.add_lane(name, self.counters, self._store_answer)
         self.looks_up = self._decoder.looks_up
         """Whether rows draft by prompt lookup."""
-        parts.admission.decoders[name] = self._decoder
         parts.lanes.append(self)
+
+    def owns(self, row: Row) -> bool:
+        """Return whether a row is of this lane."""
+        return row.generation.lane is self.name
 
     # --- state, which any thread may read ---------------------------------------------------------
 
@@ -140,7 +146,7 @@ class LaneScheduler:
     @property
     def running_rows(self) -> int:
         """Return the number of decoding rows."""
-        return len(self._decoder.rows)
+        return sum(map(self.owns, self._decoder.rows))
 
     @property
     def waiting_rows(self) -> int:
@@ -184,7 +190,8 @@ class LaneScheduler:
 
     def rows_by_batch(self) -> list[list[Row]]:
         """Return the rows with caches, grouped by the batch that they are in or will join."""
-        return self._admission.rows_by_batch(self.name)
+        batches = self._admission.rows_by_batch()
+        return [own for rows in batches if (own := list(filter(self.owns, rows)))]
 
     def add(self, row: Row) -> None:
         """Queue a row."""
@@ -197,16 +204,16 @@ class LaneScheduler:
         self._update_occupancy()
 
     def step(self) -> None:
-        """Admit rows, read prompts for a while, and decode one step of every row."""
+        """Admit rows, read prompts for a while, and decode one step of every row of all lanes."""
         self._drop_cancelled()
         self._admission.relieve()
         self._admit()
         self._preempt()
         decoded = self._read_prompts()
         if not decoded:
-            for outcome in self._decoder.step(ahead=self.decodes_alone):
+            for outcome in self._decoder.step(ahead=self.begins_ahead):
                 self._apply(outcome)
-        self._admission.prefills.record_decode(self.name)
+        self._admission.prefills.record_decode()
         self._update_occupancy()
 
     def stop_caching(self, scope: str | None) -> None:
@@ -226,7 +233,7 @@ class LaneScheduler:
         rows = self._rows()
         self._waiting.clear()
         self._admission.prefills.remove(self.name)
-        self._decoder.remove(lambda _: True)
+        self._decoder.remove(self.owns)
         for row in rows:
             self.counters.record_finish(row)
             row.sink(reason)
@@ -234,18 +241,20 @@ class LaneScheduler:
     def _rows(self) -> list[Row]:
         return [*self._waiting, *chain(*self.rows_by_batch())]
 
+    def _lane_of(self, row: Row) -> LaneScheduler:
+        return next(lane for lane in self._lanes if lane.owns(row))
+
     @property
     def _full(self) -> bool:
         return len(self.prefills) + self.running_rows >= self.counters.slots
 
     @property
-    def decodes_alone(self) -> bool:
-        """Return whether the device does nothing for any other row than those of this decoder.
+    def begins_ahead(self) -> bool:
+        """Return whether steps may begin in advance: no prompt is open, which would wait for them.
 
-        A step that has begun would otherwise count as time of another lane, or of a prompt.
+        Rows could not join either.
         """
-        others = (lane for lane in self._lanes if lane is not self)
-        return not any(self._admission.prefills) and not any(lane.running_rows for lane in others)
+        return not any(self._admission.prefills)
 
     def _drop_cancelled(self) -> None:
         cancelled = [row for row in self._waiting if row.cancelled]
@@ -253,7 +262,7 @@ class LaneScheduler:
             self._waiting.remove(row)
         removed = self._admission.prefills.remove(self.name, lambda one: one.row.cancelled)
         cancelled += [prefill.row for prefill in removed]
-        cancelled += self._decoder.remove(lambda row: row.cancelled)
+        cancelled += self._decoder.remove(lambda row: row.cancelled and self.owns(row))
         for row in cancelled:
             self.counters.record_finish(row)
 
@@ -301,27 +310,24 @@ class LaneScheduler:
             and self.running_rows
             and len(self._admission.rows()) > 1
         ):
-            self._waiting.appendleft(self._decoder.preempt())
+            self._waiting.appendleft(self._decoder.preempt(self.name))
         self._admission.prefix_cache.evict_to(max(free_bytes, 0))
 
     def _read_prompts(self) -> bool:
         """Read prompts until the budget of a step is spent, or one needs further steps.
 
         Steps that have begun are finished before, since the device does nothing else meanwhile, and
-        rows can join. Returns whether rows of this lane have decoded one.
+        rows can join. Returns whether rows have decoded one.
         """
         if not self.prefills:
             return False
         decoded = self.finish_open_steps()
-        for lane in self._lanes:
-            if lane is not self:
-                lane.finish_open_steps()
         queue, memory = self._admission.prefills, self._admission.memory
         begun_s, spent_s, has_read = self._clock(), 0.0, False
-        decoding = [lane.name for lane in self._lanes if lane.running_rows]
-        budget = partial(self._prefill_budget.chunk_tokens, others_decode=bool(decoding))
+        decoding = bool(self._decoder.rows)
+        budget = partial(self._prefill_budget.chunk_tokens, others_decode=decoding)
         whole = False
-        while not whole and (prefill := queue.next(self.name, decoding)) is not None:
+        while not whole and (prefill := queue.next(self.name, decoding=decoding)) is not None:
             most = memory.max_chunk_tokens(prefill.read_count)
             chunk_tokens = min(budget(context_tokens=prefill.read_count, spent_s=spent_s), most)
             if has_read and chunk_tokens < prefill.next_tokens:
@@ -332,11 +338,11 @@ class LaneScheduler:
             whole = self._advance_prefill(prefill, chunk_tokens)
             has_read, spent_s = True, self._clock() - begun_s
         if has_read:
-            queue.end_reading(lane.name for lane in self._lanes)
+            queue.end_reading()
         return decoded
 
     def finish_open_steps(self) -> bool:
-        """Finish the steps that have begun; return whether there were any."""
+        """Finish the steps of all lanes that have begun; return whether there were any."""
         outcomes = list(self._decoder.finish_open_steps())
         for outcome in outcomes:
             self._apply(outcome)
@@ -357,7 +363,7 @@ class LaneScheduler:
                 mx.clear_cache()
             if row.finish_reason:
                 self._store_answer(row, prefill.state)
-                self._finish(row)
+                self.finish(row)
             else:
                 self._index(row)
                 self._apply(self._decoder.join(prefill))
@@ -419,6 +425,7 @@ class LaneScheduler:
 
     def _store_answer(self, row: Row, state: Callable[[], RowState]) -> None:
         """Store what the caches hold of a row whose answer has ended."""
+        row.stored = True
         if not row.skipped_tokens:
             self._store(row, row.context_tokens, state)
             prompt = row.prompt
@@ -451,11 +458,12 @@ class LaneScheduler:
     def _apply(self, outcome: Outcome) -> None:
         """Finish and fail the rows that ended; requeue the others first in the queue."""
         for row in outcome.finished:
-            self._finish(row)
+            self._lane_of(row).finish(row)
         if outcome.error is not None and is_out_of_memory(outcome.error):
             self._end_or_requeue([*outcome.requeued, *outcome.failed], outcome.error)
             return
-        self._waiting.extendleft(reversed(outcome.requeued))
+        for row in reversed(outcome.requeued):
+            self._lane_of(row).requeue(row)
         if outcome.error is not None:
             self._fail(outcome.failed, outcome.error)
 
@@ -477,7 +485,7 @@ class LaneScheduler:
         ended = rows if alone and oldest.starved else []
         oldest.starved = alone
         for lane in self._lanes:
-            lane.send_back(oldest, lost=rows if lane is self and not ended else ())
+            lane.send_back(oldest, lost=() if ended else filter(lane.owns, rows))
         admission.give_back(0)
         if ended:
             self._fail(ended, error)
@@ -488,11 +496,16 @@ class LaneScheduler:
         A batch that keeps the one frees the memory of the others in its next step.
         """
         prefills = self._admission.prefills.remove(self.name, lambda one: one.row is not kept)
-        decoding = self._decoder.remove(lambda row: row is not kept)
+        decoding = self._decoder.remove(lambda row: row is not kept and self.owns(row))
         rows = [*lost, *(prefill.row for prefill in prefills), *decoding]
         self._waiting.extendleft(sorted(rows, key=lambda row: -row.arrival))
 
-    def _finish(self, row: Row) -> None:
+    def requeue(self, row: Row) -> None:
+        """Put a row that has lost its caches first in the queue."""
+        self._waiting.appendleft(row)
+
+    def finish(self, row: Row) -> None:
+        """Count an answer that has ended, and send its end."""
         self._admission.monitor.record_answer(self._admission.memory.room_bytes)
         # The counts come first: a client may read them as soon as its answer has ended.
         self.counters.record_finish(row)
@@ -507,7 +520,7 @@ class LaneScheduler:
             logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
         failed = types.GenerationFailed("The engine failed while it generated this answer.")
         for row in rows:
-            self.counters.record_finish(row)
+            self._lane_of(row).counters.record_finish(row)
             row.sink(error if isinstance(error, types.InvalidGeneration) else failed)
         check_device(self._target)
 

@@ -341,11 +341,12 @@ def _pairs(tokens: int) -> int:
 
 def _farthest_snapshot(node: Node) -> int:
     """Return the end of the farthest of the next snapshots after a node."""
-    ends = [
-        child.end if child.snapshot or not child.children else _farthest_snapshot(child)
-        for child in node.children.values()
-    ]
-    return max(ends, default=node.end)
+    farthest, nodes = node.end, list(node.children.values())
+    while nodes:
+        child = nodes.pop()
+        farthest = max(farthest, child.end)  # beyond each before it
+        nodes += () if child.snapshot else child.children.values()
+    return farthest
 
 
 def _fill(cache: KVCache, runs: Sequence[KeysValues], tokens: int, slots: int) -> None:

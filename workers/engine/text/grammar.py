@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +29,15 @@ from llguidance import LLMatcher, LLTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from paceline.protocol import whole_scope
-from paceline.request.constraint import TOOL_GRAMMARS, Constraint, ConstraintKind
+from paceline.request.constraint import TOOL_GRAMMARS, Constraint
 from workers.engine.text.grammar_source import CALL_KINDS, Vocabulary, matcher_of
-from workers.engine.text.grammar_trial import STACK_BYTES, ConstraintTrial, Refusal
+from workers.engine.text.grammar_trial import (
+    STACK_BYTES,
+    UNSATISFIABLE,
+    ConstraintTrial,
+    Refusal,
+    explain,
+)
 from workers.engine.text.reasoning import ANSWERING, NextToken, ReasoningState
 from workers.engine.text.tokenizer import token_bytes
 from workers.engine.types import InvalidGeneration
@@ -49,6 +54,7 @@ _FREE_S, _SHARE_S = 0.1, 0.005
 a mask of usual schemas takes 0.02 to 1 ms, of a grammar of single letters 2 ms, and 5 ms at most.
 """
 
+_KEY_CHARS = 100
 _MASKS = ThreadPoolExecutor(thread_name_prefix="masks")
 _Key: TypeAlias = tuple[str, Constraint, tuple[str, str] | None]
 _Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
@@ -56,34 +62,6 @@ _Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
 
 _Place: TypeAlias = tuple[int, Sequence[int]]
 """The index of a mask, and the tokens of a draft that follow there, each of which has one too."""
-
-_UNSATISFIABLE = "No answer can satisfy the constraint."
-# What llguidance's messages say, and what the client is told: its own text never leaves the worker.
-_JSON_ERRORS = (
-    (r'Unimplemented keys: \["([^"]{1,40})"', "The worker does not support the keyword '{}'."),
-    (r"(oneOf)", "The worker supports '{}' only where no value fits two of its schemas."),
-    (
-        r"^min/maxProperties only",
-        "The worker supports 'minProperties' and 'maxProperties' only where every one of the "
-        "'properties' is required.",
-    ),
-    (
-        r"^circular references with",
-        "The worker supports no other keywords beside a '$ref' that refers to a schema around it.",
-    ),
-    (r"Unknown (format)", "The worker does not know this '{}'."),
-    (r"(?:Expected .{1,80} for|invalid) '([^']{1,40})'", "The value of '{}' is invalid."),
-    (r"(?i)invalid type\b", "The value of 'type' is invalid."),
-    (r"^invalid multiple of", "The value of 'multipleOf' is invalid."),
-    (r"^(\w{1,40}) must be an? ", "The value of '{}' is invalid."),
-    (r"'(multipleOf)' has too many digits", "The worker does not support so long a '{}'."),
-    (r"Pointer|Resource|Anchor|\$ref", "A '$ref' of the schema refers to no part of it."),
-    (r"(?i)unsatisfiable", _UNSATISFIABLE),
-    (r"(?i)regex|look-?around", "The worker does not support this value of 'pattern'."),
-)  # fmt: skip
-_TOO_COMPLEX = re.compile(
-    "(?i)too (large|many|complex|deep|big)|fuel|limit|exceeded|Unable to determine"
-)
 
 
 class GrammarCompiler:
@@ -129,7 +107,7 @@ class GrammarCompiler:
                         work = partial(self._compile, constraint, key)
                         compiled = await loop.run_in_executor(self._thread, work)
             except TimeoutError as error:
-                refusal = Refusal("The worker takes too long to compile it.", told=True)
+                refusal = Refusal("The worker takes too long to compile it.")
                 raise _invalid(constraint, refusal) from error
         if isinstance(compiled, Refusal):
             raise _invalid(constraint, compiled)
@@ -156,7 +134,7 @@ class GrammarCompiler:
             tokenizer = self._tokenizer.result()
         except Exception as error:  # whatever a tokenizer raises
             logger.warning("grammar.no_tokenizer", exc_info=error)
-            return Refusal("This model's tokenizer supports no constraints.", told=True)
+            return Refusal("This model's tokenizer supports no constraints.")
         assert self._trial is not None, "it is made with the tokenizer"
         compiled: _Compiled | Refusal
         source = self._trial.source(constraint, key[2])
@@ -167,11 +145,11 @@ class GrammarCompiler:
             state.compute_bitmask()  # the most expensive mask: here it delays nobody's answer
             compiled = state, state.compute_ff_tokens()
             if state.is_error():
-                compiled = Refusal(state.get_error())
+                compiled = Refusal(explain(constraint, state.get_error()))
             elif state.is_stopped():
-                compiled = Refusal(_UNSATISFIABLE, told=True)
-        if isinstance(compiled, Refusal) and not compiled.told:
-            compiled = compiled._replace(reason=_explain(constraint, compiled), told=True)
+                compiled = Refusal(UNSATISFIABLE)
+        if isinstance(compiled, Refusal):
+            logger.info("grammar.refused reason=%s", compiled.reason)
         with self._lock:
             self._cache[key] = compiled
             if len(self._cache) > CACHED_GRAMMARS:
@@ -378,27 +356,13 @@ def _exclude(bits: np.ndarray[Any, Any], tokens: Iterable[int]) -> None:
         bits[token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def _explain(constraint: Constraint, refusal: Refusal) -> str:
-    """Return what a client is told about a constraint that llguidance refuses."""
-    reason = refusal.reason
-    logger.info("grammar.refused reason=%s", reason[:500])
-    noun = "grammar"
-    if not refusal.function and constraint.kind is ConstraintKind.REGEX:
-        noun = "regular expression"
-    elif not refusal.function and constraint.kind in (ConstraintKind.JSON, *CALL_KINDS):
-        noun = "schema"
-        # Without the place in the grammar, and without the schema itself.
-        reason = re.sub(r"(?s)^.*?JSON schema: |\n +\d+ \|.*", "", reason)
-        for pattern, message in _JSON_ERRORS:
-            if found := re.search(pattern, reason):
-                return message.format(*found.groups())
-    if _TOO_COMPLEX.search(reason):
-        return "It is too complex."
-    return f"The worker does not support this {noun}."
-
-
 def _invalid(constraint: Constraint, refusal: Refusal) -> InvalidGeneration:
-    param = constraint.param
+    param, path = constraint.param, refusal.path
     if refusal.function:
         param = f"{TOOL_GRAMMARS}.{refusal.function}.definition"
+    elif path and constraint.kind in CALL_KINDS:
+        function, *path = path
+        param = f"tools[{constraint.tools.index(function)}].function.parameters"
+    for key in path:
+        param += f"[{key}]" if isinstance(key, int) else f".{key[:_KEY_CHARS]}"
     return InvalidGeneration(param, refusal.reason, "unsupported_value")

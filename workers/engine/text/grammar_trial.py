@@ -12,11 +12,13 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import process_time
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +33,7 @@ from workers.engine.text.grammar_source import (
     text_source,
 )
 from workers.engine.text.lark_text import UnsupportedGrammar
+from workers.engine.text.schema_fault import fault_path
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +45,49 @@ _MEMORY_BYTES: Final = 96 << 20
 _FORCED_BYTES: Final = 128 * 1024
 """More than any text that a constraint may contain; nobody forces more than that."""
 _CHECK_S: Final = 0.01
+_FIND_S: Final = 1.0
+"""CPU time in which the place of a fault is looked for."""
 _PEAK_UNIT: Final = 1 if sys.platform == "darwin" else 1024
+
+_COMPLEX = "It is too complex."
+UNSATISFIABLE = "No answer can satisfy the constraint."
+# What llguidance's messages say, and what the client is told: its own text never leaves the worker.
+_JSON_ERRORS = (
+    (r'Unimplemented keys: \["([^"]{1,40})"', "The worker does not support the keyword '{}'."),
+    (r"(oneOf)", "The worker supports '{}' only where no value fits two of its schemas."),
+    (
+        r"^min/maxProperties only",
+        "The worker supports 'minProperties' and 'maxProperties' only where every one of the "
+        "'properties' is required.",
+    ),
+    (
+        r"^circular references with",
+        "The worker supports no other keywords beside a '$ref' that refers to a schema around it.",
+    ),
+    (r"Unknown (format)", "The worker does not know this '{}'."),
+    (r"(?:Expected .{1,80} for|invalid) '([^']{1,40})'", "The value of '{}' is invalid."),
+    (r"(?i)invalid type\b", "The value of 'type' is invalid."),
+    (r"^invalid multiple of", "The value of 'multipleOf' is invalid."),
+    (r"^(\w{1,40}) must be an? ", "The value of '{}' is invalid."),
+    (r"'(multipleOf)' has too many digits", "The worker does not support so long a '{}'."),
+    (r"Pointer|Resource|Anchor|\$ref", "A '$ref' of the schema refers to no part of it."),
+    (r"(?i)unsatisfiable", UNSATISFIABLE),
+    (r"(?i)regex|look-?around", "The worker does not support this value of 'pattern'."),
+)  # fmt: skip
+_TOO_COMPLEX = re.compile(
+    "(?i)too (large|many|complex|deep|big)|fuel|limit|exceeded|Unable to determine"
+)
 
 
 class Refusal(NamedTuple):
     """Why a constraint has no grammar, or is not compiled within the limits."""
 
     reason: str
-    told: bool = False
-    """Whether the reason is for the client; else it is llguidance's."""
+    """For the client."""
     function: str = ""
     """The function whose own grammar is at fault, if one is."""
+    path: Sequence[str | int] = ()
+    """The place of the fault in the schema, or in those of the functions, by their names."""
 
 
 class ConstraintTrial:
@@ -84,7 +119,7 @@ class ConstraintTrial:
         if not answer:
             self.close()
             logger.warning("grammar.trial_ended code=%s", process.wait())
-        return Refusal(**{"reason": "too complex", "function": function, **answer})
+        return Refusal(**{"reason": _COMPLEX, "function": function, **answer})
 
     def close(self) -> None:
         """End the process."""
@@ -144,21 +179,58 @@ def _try(
     call_marks: Sequence[str] | None,
     answer: dict[str, Any],
 ) -> None:
-    texts = constraint.value["grammars"] if constraint.kind in CALL_KINDS else ()
+    grammars = constraint.value["grammars"] if constraint.kind in CALL_KINDS else ()
+    for function in grammars:
+        _write({"checked": function})  # to be blamed if this process ends meanwhile
+        source = partial(text_source, constraint, function)
+        if reason := _compile(constraint, source, tokenizer, "grammar")[1]:
+            answer["reason"] = reason
+            return
+    _write({"checked": ""})
+    found_s = process_time() + _FIND_S
+
+    def reason_of(functions: Any) -> str:
+        value = {**constraint.value, "functions": functions} if calls else functions
+        one = constraint._replace(value=value)
+        source = partial(grammar_source, one, tokenizer, call_marks)
+        return _compile(one, source, tokenizer)[1] if process_time() < found_s else ""
+
+    source = partial(grammar_source, constraint, tokenizer, call_marks)
+    text, reason = _compile(constraint, source, tokenizer)
+    answer |= {"reason": reason} if reason else {"source": text}
+    calls = constraint.kind in CALL_KINDS
+    if reason not in ("", _COMPLEX) and (calls or constraint.kind is ConstraintKind.JSON):
+        schema = constraint.value["functions"] if calls else constraint.value
+        answer["path"] = fault_path(schema, reason, reason_of, int(calls))
+
+
+def _compile(
+    constraint: Constraint, source: Callable[[], str], tokenizer: LLTokenizer, noun: str = ""
+) -> tuple[str, str]:
+    """Return llguidance's form of a constraint, and what the client is told if it has none."""
     try:
-        for function in texts:
-            _write({"checked": function})  # to be blamed if this process ends meanwhile
-            if fault := _fault(matcher_of(text_source(constraint, function), tokenizer)):
-                answer["reason"] = fault
-                return
-        _write({"checked": ""})
-        source = grammar_source(constraint, tokenizer, call_marks)
-        fault = _fault(matcher_of(source, tokenizer))
-        answer |= {"reason": fault} if fault else {"source": source}
+        text = source()
+        fault = _fault(matcher_of(text, tokenizer))
     except UnsupportedGrammar as error:
-        answer |= {"reason": str(error), "told": True}
+        return "", str(error)
     except Exception as error:  # noqa: BLE001  # any text of a client
-        answer["reason"] = str(error)
+        text, fault = "", str(error)
+    return text, fault and explain(constraint, fault, noun)
+
+
+def explain(constraint: Constraint, fault: str, noun: str = "") -> str:
+    """Return what a client is told of a fault in llguidance's words."""
+    if not noun:
+        of_schemas = constraint.kind in (ConstraintKind.JSON, *CALL_KINDS)
+        of_expression = constraint.kind is ConstraintKind.REGEX
+        noun = "schema" if of_schemas else "regular expression" if of_expression else "grammar"
+    if noun == "schema":
+        # Without the place in the grammar, and without the schema itself.
+        fault = re.sub(r"(?s)^.*?JSON schema: |\n +\d+ \|.*", "", fault)
+        for pattern, message in _JSON_ERRORS:
+            if found := re.search(pattern, fault):
+                return message.format(*found.groups())
+    return _COMPLEX if _TOO_COMPLEX.search(fault) else f"The worker does not support this {noun}."
 
 
 def _fault(matcher: LLMatcher) -> str:

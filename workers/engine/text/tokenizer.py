@@ -94,7 +94,8 @@ class PromptRenderer(ChatTemplate):
         super().__init__(processor)
         self._processor = processor
         self._context_tokens = context_tokens
-        self._reasoning_format = detect_reasoning(self._tokenizer, self._template)
+        self.reasoning_format = detect_reasoning(self._tokenizer, self._template)
+        """None if the model does not reason."""
 
     @property
     def has_vision(self) -> bool:
@@ -263,17 +264,17 @@ class PromptRenderer(ChatTemplate):
     def stream(self, generation: Generation) -> TextStream:
         """Return an empty text stream for one answer."""
         decode = self._decode_with_calls if generation.keep_call_tokens else self.decode
-        split = generation.split_reasoning and self._reasoning_format is not None
+        split = generation.split_reasoning and self.reasoning_format is not None
         return TextStream(decode, generation.stop, strip=split)
 
     def reasoning(self, generation: Generation, prompt: Sequence[int]) -> Reasoning | None:
         """Return the state of one answer's reasoning, if it is to be apart from the text."""
-        if not generation.split_reasoning or self._reasoning_format is None:
+        if not generation.split_reasoning or self.reasoning_format is None:
             return None
         marks = generation.call_marks or ()
         added = self._tokenizer.added_tokens_decoder.items()
         calls = [index for index, token in added if token.content in marks[:1]]
-        state = self._reasoning_format.begin(
+        state = self.reasoning_format.begin(
             prompt,
             generation.thinking_budget,
             constrained=generation.constraint is not None,

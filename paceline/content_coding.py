@@ -1,0 +1,102 @@
+"""Coded bodies of requests (RFC 9110, 8.4): gzip, deflate and zstd, decoded in bounded steps.
+
+A few bytes can stand for gigabytes. So a body is decoded as far as its reader asks, who ends at the
+limit of a body. Each step runs in a thread, where the codecs hold up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+from starlette.types import Message, Receive, Scope
+
+from paceline.protocol import CONTENT_CODINGS
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+DECODER_BYTES = 256 * 1024
+"""Of a decoder, beside its window, which has a copy of what was decoded last."""
+_STEP_BYTES = 256 * 1024
+_THREAD = ThreadPoolExecutor(1, "decode")
+_ZSTD: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}  # 8 MiB, as RFC 9659 says
+_DECODERS: Final[dict[str, Callable[[int], Any]]] = {
+    "gzip": lambda _: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    "x-gzip": lambda _: zlib.decompressobj(16 + zlib.MAX_WBITS),
+    # Some clients send deflate without zlib's head, whose first byte has an 8.
+    "deflate": lambda first: zlib.decompressobj(zlib.MAX_WBITS * (1 if first & 0xF == 8 else -1)),
+    "zstd": lambda _: zstd.ZstdDecompressor(options=_ZSTD),
+}
+"""By coding: what begins to decode, given the first byte of a body."""
+
+
+def coding_of(scope: Scope) -> str:
+    """Return the codings of a body with commas between them; empty if it has none."""
+    values = [value for name, value in scope["headers"] if name == b"content-encoding"]
+    codings = (one.strip() for one in b",".join(values).decode("latin-1").lower().split(","))
+    return ", ".join(one for one in codings if one not in ("", "identity"))
+
+
+class CodedBody:
+    """Receives a body by parts and decodes it, one step for each message.
+
+    Raise `unsupported` for another coding, or for several. `limit_bytes` bounds the coded body,
+    which may have much that decodes to nothing.
+    """
+
+    _decoder: Any = None
+    _coded_bytes = 0
+    _part, _full, _more = b"", False, True
+
+    def __init__(
+        self,
+        receive: Receive,
+        coding: str,
+        limit_bytes: int,
+        *,
+        unsupported: Callable[[str], Exception],
+        invalid: Callable[[str], Exception],
+        too_large: Callable[[int], Exception],
+    ) -> None:
+        if coding not in _DECODERS:
+            raise unsupported(
+                f"'Content-Encoding' must be one of: {CONTENT_CODINGS}; not '{coding[:100]}'."
+            )
+        self._receive, self._coding, self._limit_bytes = receive, coding, limit_bytes
+        self._invalid, self._too_large = invalid, too_large
+
+    async def receive(self) -> Message:
+        """Return the next message of the decoded body."""
+        if not (self._part or self._full):
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return message
+            self._part, self._more = message.get("body", b""), message.get("more_body", False)
+            self._coded_bytes += len(self._part)
+            if self._coded_bytes > self._limit_bytes:
+                raise self._too_large(self._limit_bytes)
+        piece = await self._decode() if self._part or self._full else b""
+        more = self._more or self._full or bool(self._part)
+        if not more and self._decoder is not None and not self._decoder.eof:
+            raise self._invalid(f"The body ends before its {self._coding} data do.")
+        return {"type": "http.request", "body": piece, "more_body": more}
+
+    async def _decode(self) -> bytes:
+        decoder = self._decoder = self._decoder or _DECODERS[self._coding](self._part[0])
+        if decoder.eof:
+            raise self._invalid(f"The body goes on after its {self._coding} data.")
+        try:
+            run = asyncio.get_running_loop().run_in_executor
+            piece: bytes = await run(_THREAD, decoder.decompress, self._part, _STEP_BYTES)
+        except (zlib.error, zstd.ZstdError) as error:
+            raise self._invalid(f"The body is not valid {self._coding} data.") from error
+        self._part = decoder.unused_data or getattr(decoder, "unconsumed_tail", b"")
+        self._full = len(piece) == _STEP_BYTES and not decoder.eof
+        return piece
