@@ -247,7 +247,8 @@ def apply_limits(profile: RequestProfile, limits: Limits, media: MediaRules) -> 
     if profile.max_tokens is None:
         return profile._replace(max_tokens=limits.max_tokens)
     if profile.max_tokens > limits.max_tokens:
-        raise FieldError("max_tokens", f"'max_tokens' may be at most {limits.max_tokens}.")
+        name = dict(profile.spelled).get("max_tokens", "max_tokens")
+        raise FieldError(name, f"'{name}' may be at most {limits.max_tokens}.")
     return profile
 
 

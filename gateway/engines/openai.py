@@ -26,13 +26,8 @@ from gateway.strict_json import Pieces, encode_body, size_of
 from gateway.types import Json
 from paceline.protocol import WorkerReport
 from paceline.request.parser import USAGE_INTERVAL
+from paceline.request.wires import OF_PACELINE
 
-# What a request asks of Paceline alone. Other engines answer without these fields all the same; the
-# description of a custom tool tells the model its grammar.
-_OURS = frozenset(
-    "draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars "
-    "truncate max_tokens_per_doc max_tool_calls".split()
-)
 # These are not OpenAI's, and strict servers reject unknown fields. At these values they change
 # nothing, so they can be left out.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}
@@ -138,7 +133,7 @@ class OpenAIEngine(Engine):
         sent = {
             name: value
             for name, value in fields.items()
-            if name not in _OURS and (name not in _NEUTRAL or value != _NEUTRAL[name])
+            if name not in OF_PACELINE and (name not in _NEUTRAL or value != _NEUTRAL[name])
         }
         sent["model"] = self.names.get(fields["model"], fields["model"])
         match sent.get("tool_choice"):
@@ -156,6 +151,10 @@ class OpenAIEngine(Engine):
         self._last_model = sent["model"]
         self._mixes_scopes |= self._last_scope not in (None, salt)
         self._last_scope = salt
+        form = sent.get("response_format")
+        if form and form.get("schema") is not None:  # only llama.cpp reads it there
+            schema = {"name": "answer", "schema": form["schema"]}
+            sent["response_format"] = {"type": "json_schema", "json_schema": schema}
         self.adapt(sent)
         return encode_body(sent, size_of(body))
 

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from gateway import errors
 from gateway.errors import is_plain_name
-from paceline.request.constraint import CONSTRAINT_FIELDS
+from paceline.request.wires import CONSTRAINT_FIELDS
 
 log = logging.getLogger(__name__)
 

@@ -128,7 +128,8 @@ class Scheduler:
             model = request.profile.model
             if decision.lacking and not self._takers(request):
                 feature = min(decision.lacking)
-                raise errors.FeatureUntaken(model, feature.value, param=feature.field)
+                field = dict(request.profile.spelled).get(feature.field or "", feature.field)
+                raise errors.FeatureUntaken(model, feature.value, param=field)
             # As of the decision: an engine may have become free since.
             if (busy_s := self._fleet.engine_free_in_s(model, tried, before_s)) is not None:
                 since_s = self._clock() if since_s is None else since_s

@@ -18,6 +18,7 @@ from gateway.strict_json import encode_json
 from gateway.types import Inspected, Json
 from paceline.request.fields import FieldError
 from paceline.request.profile import Endpoint
+from paceline.request.wires import Wire, unknown
 
 _DEFAULTS = {"max_tokens_per_doc": 4096, "return_documents": False}
 """Cohere's; workers have others."""
@@ -42,10 +43,9 @@ class CohereRerankFormat(WireFormat):
     """`POST /v2/rerank`, which any worker serves that serves `/v1/rerank`."""
 
     def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
-        for name in body:
-            if name not in SCHEMA["properties"]:
-                raise FieldError(name[:100], f"Unknown field '{name[:100]}'.")
         given = {name: value for name, value in body.items() if value is not None}
+        for name in given.keys() - SCHEMA["properties"]:
+            raise FieldError(name[:100], unknown(name[:100], Wire.RERANK))
         return self._inspect_openai({**_DEFAULTS, **given, "truncate": True}, context)
 
     def encode(self, request: RoutingRequest, answer: Json, body: bytes) -> bytes:

@@ -19,11 +19,11 @@ from gateway.routing.view import FleetView
 from gateway.strict_json import ITEMS_LIMIT, encode_json, objects_of
 from gateway.types import NO_CALLER, Caller, Header, Headers, Inspected, Json, LimitState
 from paceline.protocol import RUNNING_USAGE_TOKENS
-from paceline.request.compatibility import NEUTRAL
 from paceline.request.content import CONTINUES
 from paceline.request.fields import CACHE_SALT, FieldError, read_cache_salt
 from paceline.request.parser import USAGE_INTERVAL, read_profile
 from paceline.request.profile import GENERATING, Endpoint, RequestProfile
+from paceline.request.wires import UNSENT, canonical
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
 from policies.sections import apply_limits
@@ -296,9 +296,11 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile, *, in_place: b
     """Return the body for a worker; it leaves nothing to an engine's own defaults."""
     # An explicit null means "absent", and strict engines reject it.
     # Strict ones reject fields that they do not know, even at values that change nothing.
-    neutral = NEUTRAL.keys() & set(profile.ignored)
+    unsent = UNSENT & set(profile.ignored)
     sent = {
-        name: value for name, value in body.items() if value is not None and name not in neutral
+        name: value
+        for name, value in canonical(body).items()
+        if value is not None and name not in unsent
     }
     if profile.endpoint not in GENERATING:
         return sent | {"model": profile.model}

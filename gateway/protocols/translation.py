@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 from gateway import errors
 from gateway.protocols.base import renamed
@@ -14,6 +15,7 @@ from gateway.protocols.sealing import Sealer
 from gateway.types import Inspected, Json
 from paceline.request.fields import FieldError
 from paceline.request.profile import Endpoint
+from paceline.request.wires import CHAT_FIELDS
 
 _IN_LIST = re.compile(
     r"(messages|tools)\[(?P<index>\d+)\](\.content\[(?P<part>\d+)\]|\.function)?(?P<rest>.*)"
@@ -33,10 +35,19 @@ class Chat(ABC):
     """The place and the type of each tool that only the makers of the format run."""
     replaced: Sequence[str] = ()
     """The place and the type of each part that words replace."""
+    same: Set[str] = frozenset()
+    """Fields that the client gives under the name that they have in a chat."""
+    ignored: Sequence[str] = ()
+    """Fields of the client's request, and names inside of them, that change no answer."""
 
-    @abstractmethod
     def param(self, name: str) -> str:
         """Return the field of the client's request behind a field of the chat."""
+        same = name.partition(".")[0] in self.same
+        return name if same else self.own_param(name)
+
+    @abstractmethod
+    def own_param(self, name: str) -> str:
+        """Return the field of the wire behind a field of the chat that the client did not name."""
 
     def find(self, name: str) -> tuple[str, str] | None:
         """Return the place of a message, a part or a tool, and the rest of the name behind it."""
@@ -50,6 +61,29 @@ class Chat(ABC):
         return (parts[part] if part < len(parts) else place), found["rest"]
 
 
+def own_name(name: str, own_names: Mapping[str, str]) -> str:
+    """Return the client's name of a field, by those of whole fields, of which longer ones first."""
+    for chat_name, own in own_names.items():
+        if name == chat_name or name.startswith(f"{chat_name}."):
+            return own + name[len(chat_name) :]
+    return name
+
+
+def same_fields(body: Mapping[str, Any]) -> Json:
+    """Return the fields of a body that a chat has too."""
+    return {
+        name: value for name, value in body.items() if name in CHAT_FIELDS and value is not None
+    }
+
+
+def with_own(chat: Json, own: Mapping[str, Any], own_names: Mapping[str, str]) -> None:
+    """Add what a wire asks for in its own fields; raise `FieldError` if the chat's differ."""
+    for name, value in own.items():
+        if chat.setdefault(name, value) != value:
+            problem = f"'{name}' and '{own_name(name, own_names)}' contradict each other."
+            raise FieldError(name, problem)
+
+
 class TranslatingFormat(WireFormat):
     """One request in a format that becomes a chat, which any worker serves that serves chats."""
 
@@ -60,9 +94,7 @@ class TranslatingFormat(WireFormat):
         """The isolation scope of the request, to which its reasoning is bound."""
         self._param: Callable[[str], str] = str
 
-    def _inspect_chat(
-        self, chat: Chat, context: InspectionContext, ignored: Sequence[str]
-    ) -> Inspected:
+    def _inspect_chat(self, chat: Chat, context: InspectionContext) -> Inspected:
         """Inspect what a body was translated to, and name fields as the client knows them."""
         if chat.left_out and context.policy.tools.hosted == "refuse":
             at, _, kind = chat.left_out[0].partition(":")
@@ -78,7 +110,7 @@ class TranslatingFormat(WireFormat):
         replaced = [f"{chat.param(place)}:{kind}" for place, _, kind in in_chat]
         return inspected._replace(
             profile=profile._replace(
-                ignored=tuple(ignored),
+                ignored=(*chat.ignored, *chat.left_out),
                 replaced=(*chat.replaced, *replaced),
                 call_fields=tuple(map(chat.param, profile.call_fields)),
             )

@@ -10,11 +10,8 @@ from pydantic_core import from_json
 
 from paceline.request.call_rules import read_call_rules
 from paceline.request.fields import FieldError, Fields
+from paceline.request.keys import check_keys
 
-CONSTRAINT_FIELDS = frozenset(
-    "response_format structured_outputs guided_json guided_regex guided_choice "
-    "guided_grammar".split()
-)
 _MAX_LEVELS = 32
 """No useful schema has more levels."""
 _MAX_CHARS = 64 * 1024
@@ -192,14 +189,26 @@ def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
     kind = chosen.get("type") if isinstance(chosen, Mapping) else None
     if kind not in kinds:
         raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
-    if kind == "json_object":
+    check_keys("CHAT response_format", chosen)
+    inner, schema = chosen.get("json_schema"), chosen.get("schema")
+    if inner is not None and (kind != "json_schema" or schema is not None):
+        other = f"of the type {kind}" if schema is None else "beside 'response_format.schema'"
+        raise FieldError(
+            "response_format.json_schema", f"'response_format.json_schema' has no use {other}."
+        )
+    if schema is not None and kind != "text":  # llama.cpp has it beside either type
+        yield _constraint(ConstraintKind.JSON, schema, "response_format.schema")
+    elif kind == "json_object":
         yield Constraint(ConstraintKind.JSON, {"type": "object"}, "response_format")
     elif kind == "json_schema":
         name = "response_format.json_schema"
-        inner = chosen.get("json_schema")
         if not isinstance(inner, Mapping):
             raise FieldError(name, f"'{name}' must be an object with a 'schema'.")
+        check_keys("CHAT response_format.json_schema", inner)
         yield _constraint(ConstraintKind.JSON, inner.get("schema"), f"{name}.schema")
+    elif schema is not None:
+        name = "response_format.schema"
+        raise FieldError(name, f"'{name}' has no use of the type text.")
 
 
 def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:

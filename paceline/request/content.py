@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.request.fields import FieldError, Fields
 from paceline.request.json_pieces import json_bytes
+from paceline.request.keys import Inside, check_keys
 from paceline.request.profile import Endpoint
 
 PICTURES_LIMIT = 32
@@ -267,6 +268,7 @@ class Content:
     text_chars: int = 0
     continued: str = ""
     """The place of the first mark by which the answer goes on from a message."""
+    inside: Inside = field(default_factory=dict)
 
 
 def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
@@ -339,6 +341,7 @@ def file_fault(file: Any) -> str:
 def _read_message(message: Any, where: str, found: Content) -> None:
     if not isinstance(message, Mapping):
         raise FieldError(where, "A message must be an object.")
+    check_keys("CHAT messages", message, found.inside, where)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise FieldError(f"{where}.role", f"The role must be one of {sorted(ROLES)}.")
@@ -357,6 +360,15 @@ def _read_message(message: Any, where: str, found: Content) -> None:
         found.text_chars += len(text)
     if calls := message.get("tool_calls"):
         found.text_chars += json_bytes(calls)
+        for index, call in enumerate(calls if isinstance(calls, list) else ()):
+            _check_call(call, f"{where}.tool_calls[{index}]", found.inside)
+
+
+def _check_call(call: Any, where: str, inside: Inside) -> None:
+    check_keys("CHAT messages.tool_calls", call, inside, where)
+    if isinstance(call, Mapping):
+        function = call.get("function")
+        check_keys("CHAT messages.tool_calls.function", function, inside, f"{where}.function")
 
 
 def _mark_of(message: Mapping[str, Any], where: str) -> str:
@@ -374,6 +386,7 @@ def _read_part(part: Any, where: str, found: Content) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or (kind not in TEXT_PARTS and kind not in MEDIA_KINDS):
         raise FieldError(f"{where}.type", "This type of content part is not supported.")
+    check_keys("CHAT messages.content", part, found.inside, where)
     if (name := TEXT_PARTS.get(kind)) is not None:
         if not isinstance(part.get(name), str):
             raise FieldError(f"{where}.{name}", f"A text part needs a '{name}' string.")
@@ -381,6 +394,7 @@ def _read_part(part: Any, where: str, found: Content) -> None:
         return
     found.media[MEDIA_KINDS[kind]] += 1
     name, source = source_of(part)
+    check_keys("CHAT messages.content.source", part.get(name), found.inside, f"{where}.{name}")
     if MEDIA_KINDS[kind] == "image":
         _read_picture(source, f"{where}.{name}", found)
     elif kind == "file" and (field := file_fault(part.get(kind))):

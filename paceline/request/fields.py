@@ -21,6 +21,13 @@ class FieldError(ValueError):
         self.param = param
         self.message = message
 
+    def spelled(self, names: Mapping[str, str]) -> FieldError:
+        """Return the error with the names of fields as the client spells them."""
+        message = self.message
+        for name, other in names.items():
+            message = message.replace(f"'{name}'", f"'{other}'")
+        return FieldError(names.get(self.param or "", self.param), message)
+
 
 class Fields:
     """Typed access to the fields of a body; an explicit null counts as absent."""

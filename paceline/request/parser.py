@@ -11,10 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.request.call_rules import MAX_TOOL_CALLS
-from paceline.request.compatibility import read_ignored
 from paceline.request.constraint import (
-    CONSTRAINT_FIELDS,
-    TOOL_GRAMMARS,
     call_fields,
     check_size,
     check_tool_grammars,
@@ -23,9 +20,8 @@ from paceline.request.constraint import (
 from paceline.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
 from paceline.request.fields import FieldError, Fields, read_cache_salt
 from paceline.request.json_pieces import json_bytes
+from paceline.request.keys import Inside, check_keys
 from paceline.request.pooling import (
-    EMBEDDINGS_FIELDS,
-    RERANK_FIELDS,
     embeddings_profile,
     read_embeddings,
     read_rerank,
@@ -38,6 +34,7 @@ from paceline.request.profile import (
     RequestProfile,
     Sampling,
 )
+from paceline.request.wires import WIRE_OF, canonical, read_ignored, spellings
 
 USAGE_INTERVAL = "usage_interval_tokens"
 """Of `stream_options`: chunks need not have the usage so far before so many further tokens."""
@@ -60,24 +57,6 @@ _RESERVED_KWARGS = frozenset(
 _SWITCHES = ("enable_thinking", "thinking")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
-_CONTROL_FIELDS = CONSTRAINT_FIELDS.union(
-    "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
-    "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
-    "ignore_eos min_tokens stop_token_ids truncate_prompt_tokens "
-    "draft_tokens exact specprefill specprefill_keep_pct metrics token_sources cache_salt".split()
-)
-HONOURED_FIELDS = {
-    Endpoint.CHAT: _CONTROL_FIELDS.union(
-        f"messages tools tool_choice {TOOL_GRAMMARS} parallel_tool_calls {MAX_TOOL_CALLS} "
-        "top_logprobs chat_template_kwargs reasoning_effort thinking_budget thinking_token_budget "
-        "include_reasoning add_generation_prompt continue_final_message".split()
-    ),
-    Endpoint.COMPLETIONS: _CONTROL_FIELDS | {"prompt", "echo"},
-    Endpoint.EMBEDDINGS: EMBEDDINGS_FIELDS,
-    Endpoint.RERANK: RERANK_FIELDS,
-}
-_ALL_FIELDS = frozenset().union(*HONOURED_FIELDS.values())
-
 
 def read_profile(
     body: Mapping[str, Any],
@@ -92,23 +71,42 @@ def read_profile(
     `defaults` and `exact` apply to fields that the body omits. `access` reads the plain fields;
     `request_schema` passes a class that records them.
     """
-    ignored = read_ignored(body, endpoint, HONOURED_FIELDS[endpoint], _ALL_FIELDS)
+    names = read_ignored(body, WIRE_OF[endpoint])
+    plain, spelled = canonical(body), spellings(body)
+    try:
+        return _read(plain, endpoint, defaults, access, exact=exact, ignored=names, spelled=spelled)
+    except FieldError as error:
+        raise error.spelled(spelled) from None
+
+
+def _read(
+    body: Mapping[str, Any],
+    endpoint: Endpoint,
+    defaults: Sampling,
+    access: type[Fields],
+    *,
+    exact: bool,
+    ignored: tuple[str, ...],
+    spelled: Mapping[str, str],
+) -> RequestProfile:
+    """Return the profile of a body without synonyms."""
     read_cache_salt(body)
     if endpoint is Endpoint.EMBEDDINGS:
         return embeddings_profile(read_embeddings(body, access), ignored)
     if endpoint is Endpoint.RERANK:
-        return rerank_profile(read_rerank(body, access), ignored)
+        inside: Inside = {}
+        return rerank_profile(read_rerank(body, access, inside), (*ignored, *inside))
     fields = access(body)
     content = read_content(body, endpoint)
     continues = _read_continuation(fields, body, content.continued)
     _check_template_kwargs(body.get("chat_template_kwargs"))
     _check_choices(body)
     stream = fields.flag("stream")
-    tools = _read_tools(body)
+    tools = _read_tools(body, content.inside)
     check_tool_grammars(body)
     fields.choice("parallel_tool_calls")
     fields.integer(MAX_TOOL_CALLS, None, low=1)
-    stream_options = _read_stream_options(body, stream)
+    stream_options = _read_stream_options(body, content.inside, stream=stream)
     max_tokens = _read_max_tokens(fields, endpoint)
     constraint = read_constraint(body)
     return RequestProfile(
@@ -145,7 +143,8 @@ def read_profile(
         echo=fields.flag("echo"),
         text_chars=content.text_chars + (json_bytes(tools) if tools else 0),
         pixels=content.pixels,
-        ignored=ignored,
+        ignored=(*ignored, *content.inside),
+        spelled=tuple(spelled.items()),
     )
 
 
@@ -290,7 +289,7 @@ def _read_logprobs(fields: Fields, endpoint: Endpoint) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
+def _read_tools(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
     tools = body.get("tools")
     if tools is None:
         return ()
@@ -310,6 +309,8 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
                 f"tools[{index}].function.name",
                 "'name' must have 1 to 128 characters, without brackets, quotes or line breaks.",
             )
+        check_keys("CHAT tools", tool, inside, f"tools[{index}]")
+        check_keys("CHAT tools.function", function, inside, f"tools[{index}].function")
         for name, kind, text in _FUNCTION_FIELDS:
             if not isinstance(function.get(name), kind | None):
                 raise FieldError(f"tools[{index}].function.{name}", f"'{name}' must be {text}.")
@@ -318,6 +319,11 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
 
 
 def _check_choices(body: Mapping[str, Any]) -> None:
+    choice = body.get("tool_choice")
+    check_keys("CHAT tool_choice", choice)
+    if isinstance(choice, Mapping):
+        for name in ("function", "allowed_tools"):
+            check_keys(f"CHAT tool_choice.{name}", choice.get(name))
     if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
         raise FieldError("metrics", "'metrics' must be summary or detailed.")
     if body.get("reasoning_effort") not in (None, *REASONING_EFFORTS):
@@ -343,13 +349,15 @@ def _check_template_kwargs(given: Any) -> None:
             raise FieldError(f"{name}.{switch}", f"'{name}.{switch}' must be true or false.")
 
 
-def _read_stream_options(body: Mapping[str, Any], stream: bool) -> Fields:
+def _read_stream_options(body: Mapping[str, Any], inside: Inside, *, stream: bool) -> Fields:
     options = body.get("stream_options")
     if options is None:
         return Fields({})
     if not stream:
         raise FieldError("stream_options", "'stream_options' needs 'stream': true.")
-    return Fields(Fields(body).object("stream_options"))
+    given = Fields(body).object("stream_options")
+    check_keys("CHAT stream_options", given, inside)
+    return Fields(given)
 
 
 def _read_usage_interval(options: Fields) -> int | None:

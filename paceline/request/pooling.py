@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from paceline.request.content import chars_of, read_texts
 from paceline.request.fields import FieldError, Fields
+from paceline.request.keys import Inside, check_keys
 from paceline.request.profile import Endpoint, RequestProfile
 
 INPUTS_LIMIT = 2048
@@ -18,10 +19,6 @@ INPUTS_LIMIT = 2048
 TEXT_LIMIT_CHARS = 8 * 1024 * 1024
 """Of all texts of one request together, a query with each of its documents; a token counts as 4."""
 DIMENSIONS_LIMIT = 65_536
-EMBEDDINGS_FIELDS = frozenset("model input encoding_format dimensions truncate cache_salt".split())
-RERANK_FIELDS = frozenset(
-    "model query documents top_n return_documents truncate max_tokens_per_doc cache_salt".split()
-)
 ENCODINGS = ("float", "base64")
 
 Input = str | Sequence[int]
@@ -72,13 +69,17 @@ def read_embeddings(body: Mapping[str, Any], access: type[Fields] = Fields) -> E
     )
 
 
-def read_rerank(body: Mapping[str, Any], access: type[Fields] = Fields) -> RerankRequest:
+def read_rerank(
+    body: Mapping[str, Any],
+    access: type[Fields] = Fields,
+    inside: Inside | None = None,
+) -> RerankRequest:
     """Return the request of a parsed body; raise `FieldError` for the first invalid field."""
     fields = access(body)
     return RerankRequest(
         model=fields.text("model"),
         query=fields.text("query"),
-        documents=_read_documents(body.get("documents")),
+        documents=_read_documents(body.get("documents"), {} if inside is None else inside),
         top_n=fields.integer("top_n", None, low=1),
         return_documents=fields.choice("return_documents") is not False,
         truncate=fields.flag("truncate"),
@@ -121,7 +122,7 @@ def _profile(
     )
 
 
-def _read_documents(given: Any) -> tuple[str, ...]:
+def _read_documents(given: Any, inside: Inside) -> tuple[str, ...]:
     if not isinstance(given, list) or not 1 <= len(given) <= INPUTS_LIMIT:
         raise FieldError("documents", f"'documents' must be a list of 1 to {INPUTS_LIMIT}.")
     texts = []
@@ -131,5 +132,6 @@ def _read_documents(given: Any) -> tuple[str, ...]:
             raise FieldError(
                 f"documents[{index}]", "A document must be a string, or an object with a 'text'."
             )
+        check_keys("RERANK documents", one, inside, f"documents[{index}]")
         texts.append(text)
     return tuple(texts)

@@ -150,6 +150,8 @@ class RequestProfile(NamedTuple):
     """The pixels of all pictures together."""
     ignored: tuple[str, ...] = ()
     """Fields of the body that change no answer, so nothing acts on them."""
+    spelled: tuple[tuple[str, str], ...] = ()
+    """Names of fields in errors, each with the one by which the client asks for the same."""
     replaced: tuple[str, ...] = ()
     """The place and the type of each part of the history that words replace."""
 

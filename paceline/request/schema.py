@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.request.compatibility import IGNORED, neutral_values
 from paceline.request.content import PROMPTS_LIMIT, ROLES
 from paceline.request.fields import CACHE_SALT, CACHE_SALT_CHARS, Default, Fields
-from paceline.request.parser import HONOURED_FIELDS, read_profile
+from paceline.request.parser import read_profile
 from paceline.request.pooling import ENCODINGS, INPUTS_LIMIT
 from paceline.request.profile import REASONING_EFFORTS, Endpoint
+from paceline.request.wires import HONOURED, IGNORED, WIRE_OF, neutral_values
 
 _TEXT = {"type": "string", "minLength": 1}
 
@@ -87,6 +87,8 @@ _OUTLINES: Mapping[str, Any] = {
     "guided_choice": {"type": ["array", "null"], "items": {"type": "string"}},
     "guided_grammar": {"type": ["string", "null"]},
     "chat_template_kwargs": {"type": ["object", "null"]},
+    "enable_thinking": {"type": ["boolean", "null"]},
+    "repeat_penalty": {"type": ["number", "null"], "minimum": 0, "maximum": 10},
     "reasoning_effort": {"enum": [*REASONING_EFFORTS, None]},
     CACHE_SALT: {"type": ["string", "null"], "minLength": 1, "maxLength": CACHE_SALT_CHARS},
     "specprefill_keep_pct": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
@@ -119,17 +121,17 @@ def request_schema(endpoint: Endpoint) -> dict[str, Any]:
             record("number", name, **bounds)
             return super().number(name, default, **bounds)
 
+    wire = WIRE_OF[endpoint]
     read_profile(_MINIMAL_BODIES[endpoint], endpoint, access=RecordingFields)
     properties = {
-        name: _OUTLINES.get(name, recorded.get(name, {}))
-        for name in sorted(HONOURED_FIELDS[endpoint])
+        name: _OUTLINES.get(name, recorded.get(name, {})) for name in sorted(HONOURED[wire])
     }
-    neutral = sorted(neutral_values(endpoint).items())
+    neutral = sorted(neutral_values(wire).items())
     ignored = {name: {"enum": [None, *values]} for name, values in neutral}
     ignored |= {name: {} for name in sorted(IGNORED)}
     return {
         "type": "object",
         "required": list(_MINIMAL_BODIES[endpoint]),
         "properties": ignored | properties,
-        "additionalProperties": False,
+        "additionalProperties": {"type": "null"},
     }

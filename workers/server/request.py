@@ -50,8 +50,10 @@ from paceline.request.content import (
     source_of,
 )
 from paceline.request.fields import read_cache_salt
+from paceline.request.keys import KEYS
 from paceline.request.parser import read_profile
 from paceline.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
+from paceline.request.wires import canonical
 from workers.engine.text.long_text import in_turn
 from workers.engine.text.tool_formats import ToolFormat
 from workers.engine.types import Generation, LaneName, ModelCard, Prompt, SpecPrefillOptions
@@ -118,9 +120,10 @@ async def read_request(
 
     Raises `RequestError` or `FieldError`, which name the field, and `ClientLeft`.
     """
-    body = await read_body(request)
-    given = body.pop(ANSWER_FIELD, None)
-    profile = read_profile(body, endpoint)
+    asked = await read_body(request)
+    given = asked.pop(ANSWER_FIELD, None)
+    profile = read_profile(asked, endpoint)
+    body = canonical(asked)
     if profile.model != engine.card.model:
         raise UnknownModel(profile.model, engine.card.model)
     stream = None if given is None else read_given(given, profile.prompts * profile.choices)
@@ -226,7 +229,7 @@ class _Calls(NamedTuple):
 
 
 def _read_calls(body: Mapping[str, Json], profile: RequestProfile, engine: ServingEngine) -> _Calls:
-    tools = body["tools"] if profile.tools else None
+    tools = [*map(_shown_tool, body["tools"])] if profile.tools else None
     constraint = read_constraint(body)
     if constraint is not None and constraint.kind is ConstraintKind.CALLS:
         return _Calls(tools, None, FORCED_CALLS, constraint)
@@ -234,6 +237,13 @@ def _read_calls(body: Mapping[str, Json], profile: RequestProfile, engine: Servi
     if constraint is None and free is not None and free.style:
         constraint = strict_tools(body, free.style)
     return _Calls(tools, free, free, constraint)
+
+
+def _shown_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Return a tool without what is ignored, since templates write all of it into the prompt."""
+    known = KEYS["CHAT tools.function"][0]
+    kept = {name: value for name, value in tool["function"].items() if name in known}
+    return {"type": "function", "function": kept}
 
 
 def _generation(

@@ -17,23 +17,21 @@ from pydantic_core import to_json
 from gateway import errors
 from gateway.protocols.base import choice_of, object_in, object_schema
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
-from gateway.protocols.messages.request import (
-    FIELDS,
-    IGNORED_FIELDS,
-    MessagesChat,
-    is_own_block,
-    to_chat,
+from gateway.protocols.messages.request import MessagesChat, is_own_block, to_chat
+from gateway.protocols.messages.response import (
+    MessageEncoder,
+    content_of,
+    message_of,
+    metrics_of,
+    stop_of,
 )
-from gateway.protocols.messages.response import MessageEncoder, content_of, message_of, stop_of
 from gateway.protocols.openai import InspectionContext
 from gateway.protocols.sealing import Sealer
 from gateway.protocols.translation import TranslatingFormat
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_json, objects_of
 from gateway.types import Header, Headers, Inspected, Json, LimitState
-from paceline.request.compatibility import IGNORED, NEUTRAL
-from paceline.request.parser import HONOURED_FIELDS
-from paceline.request.profile import Endpoint
+from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, NEUTRAL, Wire
 
 MESSAGES_PATH = "/v1/messages"
 _ERROR_TYPES = {
@@ -47,7 +45,8 @@ _ERROR_TYPES = {
 }
 _OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
 _REASONING = b"thinking "
-_OWN_FIELDS = FIELDS.difference(HONOURED_FIELDS[Endpoint.CHAT], IGNORED, NEUTRAL)
+_FIELDS = HONOURED[Wire.MESSAGES] | IGNORED_ON[Wire.MESSAGES]
+_OWN_FIELDS = _FIELDS.difference(HONOURED[Wire.CHAT], IGNORED, NEUTRAL)
 _OWN_CHOICES = ("auto", "any", "tool", "none")
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
@@ -59,7 +58,7 @@ _MESSAGE = object_schema(
 )
 SCHEMA = object_schema(
     "model messages",
-    *FIELDS,
+    *_FIELDS.union(IGNORED, NEUTRAL),
     model={"type": "string", "minLength": 1},
     max_tokens={"type": ["integer", "null"], "minimum": 1},
     stream=["boolean", "null"],
@@ -85,8 +84,7 @@ class MessagesFormat(TranslatingFormat):
             raise errors.ThreadUnserved
         self._scope = context.scope(body)
         chat = to_chat(body, self._is_ours, context.reading(body.get("model")))
-        ignored = (*(name for name in body if name in IGNORED_FIELDS), *chat.left_out)
-        inspected = self._inspect_chat(chat, context, ignored)
+        inspected = self._inspect_chat(chat, context)
         self._chat = chat
         return inspected
 
@@ -97,18 +95,24 @@ class MessagesFormat(TranslatingFormat):
         message = message_of(answer, content, self._chat.breakpoint_in)
         refusal = object_in(choice, "message").get("refusal")
         message |= stop_of(choice, refused=bool(refusal))
-        return encode_json(message | self._edits())
+        metrics = metrics_of(answer) if self._wants_metrics else {}
+        return encode_json(message | metrics | self._edits())
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
         """Return the encoder of a stream; a comment has the late headers."""
-        return MessageEncoder(self._mark, self._edits(), self._chat.breakpoint_in)
+        place = self._chat.breakpoint_in
+        return MessageEncoder(self._mark, self._edits(), place, metrics=self._wants_metrics)
 
     @property
     def _mark(self) -> Callable[[str], str] | None:
         """Return what signs the reasoning that the client gets; None if it asks for none."""
         return self._sign if self._chat.shows_reasoning else None
+
+    @property
+    def _wants_metrics(self) -> bool:
+        return self._chat.body.get("metrics") is not None
 
     def _edits(self) -> Json:
         """Return the field that lists what was cleared, if the request asks for it."""

@@ -11,23 +11,15 @@ from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat
+from gateway.protocols.translation import Chat, own_name, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
-from paceline.request.fields import CACHE_SALT, FieldError, Fields
+from paceline.request.constraint import TOOL_GRAMMARS
+from paceline.request.fields import FieldError, Fields
+from paceline.request.keys import Inside, check_keys
 from paceline.request.profile import REASONING_EFFORTS
+from paceline.request.wires import Wire, read_ignored
 
-_SAME_FIELDS = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", CACHE_SALT)
-IGNORED_FIELDS = frozenset(
-    "metadata service_tier container inference_geo speed cache_control diagnostics billing_policy "
-    "fallbacks fallback_credit_token user_profile_id workspace_id".split()
-)
-"""They choose among Anthropic's services and accounts."""
-FIELDS = IGNORED_FIELDS.union(
-    _SAME_FIELDS,
-    "messages system tools tool_choice stop_sequences thinking output_config output_format "
-    "context_management mcp_servers thread compaction".split(),
-)
 # Claude Code writes a digest of each request there, so that no two prompts would begin alike.
 _BILLING_MARK = "x-anthropic-billing-header"
 _SERVICE_BLOCKS = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
@@ -42,6 +34,12 @@ _CHAT_NAMES = {
     "tools.function.strict": "tools.strict",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
+_EFFORT = "reasoning_effort"
+_READ = frozenset(
+    "text image document search_result thinking redacted_thinking tool_use tool_result "
+    "tool_reference tool_addition tool_removal".split()
+)
+"""The types of blocks that are read; words stand for the others."""
 _BETWEEN_TEXTS = "\n\n"
 
 
@@ -54,7 +52,7 @@ class MessagesChat(Chat):
     breakpoint_in: str = ""
     """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
-    def param(self, name: str) -> str:
+    def own_param(self, name: str) -> str:
         """Return the field of the request behind a field of the chat."""
         if (found := self.find(name)) is not None:
             place, rest = found
@@ -63,10 +61,7 @@ class MessagesChat(Chat):
             return place + rest.replace(".parameters", ".input_schema", 1)
         if name == "continue_final_message":
             return self.places[-1][0]
-        for chat_name, own_name in _CHAT_NAMES.items():
-            if name == chat_name or name.startswith(f"{chat_name}."):
-                return own_name + name[len(chat_name) :]
-        return name
+        return own_name(name, _CHAT_NAMES)
 
     @property
     def shows_reasoning(self) -> bool:
@@ -84,9 +79,7 @@ def to_chat(
 
     `is_ours` tells whether a signature marks reasoning of this gateway's models.
     """
-    for name in body:
-        if name not in FIELDS:
-            raise _wrong(name[:100], "Extra inputs are not permitted.")
+    ignored = read_ignored(body, Wire.MESSAGES)
     if body.get("mcp_servers"):
         raise _wrong("mcp_servers", "This gateway calls no MCP servers.")
     if body.get("compaction") is not None:
@@ -99,9 +92,10 @@ def to_chat(
     applied = None
     if body.get(CONTEXT_MANAGEMENT) is not None:
         messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
-    chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
-    placed = [(one, ["system"]) for one in _system_of(body.get("system"))]
+    chat = same_fields(body)
+    same = frozenset((*chat, TOOL_GRAMMARS))
     history = _History(messages, is_ours, reading)
+    placed = [(one, ["system"]) for one in _system_of(body.get("system"), history.inside)]
     for index, message in enumerate(messages):
         placed += history.messages_of(message, index)
     chat["messages"] = [message for message, _ in placed]
@@ -110,13 +104,22 @@ def to_chat(
         if "tool_calls" in last:
             raise _wrong(at, "An answer goes on from text, and not from tool calls.")
         chat |= {"add_generation_prompt": False, "continue_final_message": True}
-    if body.get("stop_sequences"):
-        chat["stop"] = body["stop_sequences"]
+    chat |= {name: body[name] for name in ("max_tokens", TOOL_GRAMMARS) if name in body}
+    own: Json = {"stop": body["stop_sequences"]} if body.get("stop_sequences") else {}
+    own |= _reasoning_of(body, history.inside) | _form_of(body)
+    with_own(chat, own, _CHAT_NAMES)
     tools, tool_places, left_out = _tools_of(body, history)
-    chat |= tools | _reasoning_of(body) | _form_of(body)
-    all_places = [places for _, places in placed]
-    replaced, place = tuple(history.replaced), _breakpoint_in(body)
-    return MessagesChat(chat, all_places, tool_places, left_out, replaced, applied, place)
+    return MessagesChat(
+        chat | tools,
+        [places for _, places in placed],
+        tool_places,
+        left_out,
+        tuple(history.replaced),
+        same,
+        (*ignored, *history.inside),
+        applied_edits=applied,
+        breakpoint_in=_breakpoint_in(body),
+    )
 
 
 def _breakpoint_in(body: Mapping[str, Any]) -> str:
@@ -133,10 +136,10 @@ def _wrong(place: str, why: str) -> FieldError:
     return FieldError(place, f"{place}: {why}")
 
 
-def _system_of(system: Any) -> Iterator[Json]:
+def _system_of(system: Any, inside: Inside) -> Iterator[Json]:
     if system is None:
         return
-    texts = [system] if isinstance(system, str) else _texts_of(system, "system")
+    texts = [system] if isinstance(system, str) else _texts_of(system, "system", inside)
     for place, text in enumerate(texts):
         if text.startswith(_BILLING_MARK):
             texts[place] = text.partition("\n")[2].lstrip("\n")
@@ -144,23 +147,28 @@ def _system_of(system: Any) -> Iterator[Json]:
         yield {"role": "system", "content": text}
 
 
-def _texts_of(blocks: Any, where: str) -> list[str]:
+def _texts_of(blocks: Any, where: str, inside: Inside) -> list[str]:
     texts = []
-    for at, block in _blocks_of(blocks, where):
+    for at, block in _blocks_of(blocks, where, inside):
         if block["type"] != "text" or not isinstance(block.get("text"), str):
             raise _wrong(at, "A text block is required.")
         texts.append(block["text"])
     return texts
 
 
-def _blocks_of(content: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each block with its place."""
+def _blocks_of(content: Any, where: str, inside: Inside) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each block with its place; add to `inside` what is ignored there."""
     if not isinstance(content, list):
         raise _wrong(where, "A string or a list of blocks is required.")
     for index, block in enumerate(content):
         at = f"{where}.{index}"
         if not isinstance(block, Mapping) or not isinstance(block.get("type"), str):
             raise _wrong(at, "A block with a type is required.")
+        if block["type"] in _READ:
+            check_keys("MESSAGES messages.content", block, inside, at)
+            check_keys(
+                "MESSAGES messages.content.source", block.get("source"), inside, f"{at}.source"
+            )
         yield at, block
 
 
@@ -171,6 +179,8 @@ class _History(Replacements):
         self, messages: Sequence[Any], is_ours: Callable[[str, str], bool], reading: Readable
     ) -> None:
         super().__init__(reading)
+        self.inside: Inside = {}
+        """What is ignored inside of fields."""
         self.available: dict[str, bool] = {}
         """By name, the tools that a search has found, or that a message adds or removes."""
         self.defined: dict[str, tuple[str, Any]] = {}
@@ -189,6 +199,7 @@ class _History(Replacements):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ("user", "assistant", "system"):
             raise _wrong(f"{where}.role", "It must be user, assistant or system.")
+        check_keys("MESSAGES messages", message, self.inside, where)
         content = message.get("content")
         # A system message in the middle stays at its place: moved to the front, it would change the
         # beginning of the prompt, which is read already.
@@ -208,7 +219,7 @@ class _History(Replacements):
         texts: list[str] = []
         reasoning: list[str] = []
         calls: list[Json] = []
-        for at, block in _blocks_of(content, where):
+        for at, block in _blocks_of(content, where, self.inside):
             match block["type"]:
                 case "text":
                     texts.append(_text(block, "text", at))
@@ -231,7 +242,7 @@ class _History(Replacements):
         self, content: Any, where: str, role: str, *, new: bool
     ) -> Iterator[tuple[Json, list[str]]]:
         placed: list[tuple[str, Json]] = []
-        for at, block in _blocks_of(content, where):
+        for at, block in _blocks_of(content, where, self.inside):
             if self._changes_tools(block, at):
                 continue
             if block["type"] == "tool_result":
@@ -255,7 +266,7 @@ class _History(Replacements):
         if isinstance(given, str):
             return [(at, {"type": "text", "text": given})]
         placed = []
-        for inner_at, inner in _blocks_of(given, f"{at}.content"):
+        for inner_at, inner in _blocks_of(given, f"{at}.content", self.inside):
             placed += [(inner_at, part) for part in self._readable(inner, inner_at, new=False)]
             if inner["type"] == "tool_reference":
                 self.available[inner["tool_name"]] = True
@@ -278,7 +289,7 @@ class _History(Replacements):
         kind: str = block["type"]
         if (pdf := pdf_of(block)) is not None:
             return self.document(pdf, block.get("title"), kind, at, f"{at}.source", new=new)
-        part = _part_of(block, at)
+        part = _part_of(block, at, self.inside)
         if new and part is None:
             raise _wrong(f"{at}.type", f"This gateway does not support '{kind[:100]}'.")
         return [self.part(part, kind, at, new=new)]
@@ -292,7 +303,7 @@ def is_own_block(kind: object) -> bool:
     )
 
 
-def _part_of(block: Mapping[str, Any], at: str) -> Json | None:
+def _part_of(block: Mapping[str, Any], at: str, inside: Inside) -> Json | None:
     """Return the part of a chat for a block; None if chats have none."""
     source = block.get("source")
     source = source if isinstance(source, Mapping) else {}
@@ -314,7 +325,8 @@ def _part_of(block: Mapping[str, Any], at: str) -> Json | None:
             head = (
                 one for one in (block.get("title"), block.get("source")) if isinstance(one, str)
             )
-            text = "\n".join((*head, *_texts_of(block.get("content") or [], f"{at}.content")))
+            texts = _texts_of(block.get("content") or [], f"{at}.content", inside)
+            text = "\n".join((*head, *texts))
         case _:
             return None
     return {"type": "text", "text": text}
@@ -348,6 +360,7 @@ def _tools_of(
         if tool.get("type") not in (None, "custom"):
             left_out.append(named(at, str(tool["type"])))
             continue
+        check_keys("MESSAGES tools", tool, history.inside, at)
         name = tool["name"]
         available = history.available.get(name, not tool.get("defer_loading"))
         if not available and name != chosen_name:
@@ -365,6 +378,7 @@ def _tools_of(
 def _choice_of(choice: Any, names: Set[str]) -> Json:
     """Translate the choice among the functions with these names."""
     chosen: Any
+    check_keys("MESSAGES tool_choice", choice)
     match choice:
         case {"type": "tool"}:
             name = choice.get("name")
@@ -391,23 +405,26 @@ def _named(tools: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield f"tools.{index}", tool
 
 
-def _reasoning_of(body: Mapping[str, Any]) -> Json:
+def _reasoning_of(body: Mapping[str, Any], inside: Inside) -> Json:
     """Translate `thinking` and the effort; without either, a model that may reason does not."""
-    effort = Fields(body).object("output_config").get("effort")
+    output, thinking = Fields(body).object("output_config"), Fields(body).object("thinking")
+    check_keys("MESSAGES output_config", output, inside)
+    check_keys("MESSAGES thinking", thinking, inside)
+    effort = output.get("effort")
     if effort is not None and effort not in REASONING_EFFORTS:
         raise _wrong("output_config.effort", f"It must be one of {REASONING_EFFORTS}.")
-    thinking = Fields(body).object("thinking")
+    default = body.get(_EFFORT) or "high"
     hidden: Json = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
     match thinking.get("type"):
         case None:
-            return {"reasoning_effort": effort} if effort else {}
+            return {_EFFORT: effort} if effort else {}
         case "disabled":
-            return {"reasoning_effort": "none"}
+            return {_EFFORT: "none"}
         case "adaptive":
-            return {"reasoning_effort": effort or "high", **hidden}
+            return {_EFFORT: effort or default, **hidden}
         case "enabled":
             budget = thinking.get("budget_tokens")
-            return {"reasoning_effort": effort or "high", "thinking_budget": budget, **hidden}
+            return {_EFFORT: effort or default, "thinking_budget": budget, **hidden}
     raise _wrong("thinking.type", "It must be enabled, adaptive or disabled.")
 
 
@@ -415,7 +432,11 @@ def _form_of(body: Mapping[str, Any]) -> Json:
     form = Fields(body).object("output_config").get("format") or body.get("output_format")
     if form is None:
         return {}
-    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
-        raise _wrong("output_config.format", "Its type must be json_schema.")
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind not in ("json_schema", "json_object"):
+        raise _wrong("output_config.format", "Its type must be json_schema or json_object.")
+    check_keys("MESSAGES output_config.format", form)
+    if kind == "json_object" and form.get("schema") is None:
+        return {"response_format": {"type": kind}}
     schema = {"name": "answer", "strict": True, "schema": form.get("schema")}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}

@@ -73,6 +73,11 @@ def stop_of(choice: Mapping[str, Any], *, refused: bool = False) -> Json:
     return {"stop_reason": reason, "stop_sequence": None}
 
 
+def metrics_of(frame: Mapping[str, Any]) -> Json:
+    """Return the field with the draft counts of an answer, if it has them."""
+    return {"metrics": metrics} if (metrics := object_in(frame, "metrics")) else {}
+
+
 def _usage_of(answer: Mapping[str, Any], breakpoint_in: str) -> Json:
     """Return the usage; Anthropic counts tokens from a cache apart, and those to a breakpoint."""
     usage = read_usage(answer) or UNUSED
@@ -96,12 +101,21 @@ class MessageEncoder(StreamEncoder):
     """Encodes the chunks of a chat as the events of a message, in Anthropic's order."""
 
     def __init__(
-        self, sign: Callable[[str], str] | None, edits: Mapping[str, Any], breakpoint_in: str = ""
+        self,
+        sign: Callable[[str], str] | None,
+        edits: Mapping[str, Any],
+        breakpoint_in: str = "",
+        *,
+        metrics: bool = False,
     ) -> None:
-        """`sign`: as in `content_of`; `edits`: the last event's list of what was cleared."""
+        """`sign`: as in `content_of`; `edits`: the last event's list of what was cleared.
+
+        `metrics`: the last event has the draft counts too.
+        """
         self._sign = sign
-        self._edits = edits
+        self._end: Json = {**edits}
         self._breakpoint_in = breakpoint_in
+        self._metrics = metrics
         self._begun = False
         self._blocks = 0
         self._open = ""
@@ -119,6 +133,8 @@ class MessageEncoder(StreamEncoder):
         """Return the events of one chunk."""
         if frame.get("usage"):
             self._usage = _usage_of(frame, self._breakpoint_in)
+        if self._metrics:
+            self._end |= metrics_of(frame)
         choice = choice_of(frame)
         written = b"".join(self._write(object_in(choice, "delta")))
         if choice.get("finish_reason"):
@@ -137,7 +153,7 @@ class MessageEncoder(StreamEncoder):
     def done(self) -> bytes:
         """Return the events that end a message."""
         usage = self._usage | self._prompt
-        end = {"type": "message_delta", "delta": self._stop, "usage": usage, **self._edits}
+        end = {"type": "message_delta", "delta": self._stop, "usage": usage, **self._end}
         return b"".join((*self._close(), encode_event(end), encode_event({"type": "message_stop"})))
 
     def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:

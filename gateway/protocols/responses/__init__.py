@@ -14,7 +14,6 @@ from gateway.protocols.base import choice_of, encode_event, object_in, object_sc
 from gateway.protocols.documents import pdfs_in
 from gateway.protocols.openai import InspectionContext
 from gateway.protocols.responses.request import (
-    FIELDS,
     Item,
     ResponsesRequest,
     read_request,
@@ -27,6 +26,7 @@ from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_json
 from gateway.types import Header, Inspected, Json
 from paceline.request.fields import FieldError
+from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, NEUTRAL, Wire
 
 RESPONSES_PATH = "/v1/responses"
 DONE = b"data: [DONE]\n\n"
@@ -35,7 +35,7 @@ _REASONING = b"reasoning"
 
 SCHEMA = object_schema(
     "model",
-    *FIELDS,
+    *HONOURED[Wire.RESPONSES].union(IGNORED, IGNORED_ON[Wire.RESPONSES], NEUTRAL),
     model={"type": "string", "minLength": 1},
     input=["string", "array", "null"],
     instructions=["string", "null"],
@@ -85,7 +85,7 @@ class ResponsesFormat(TranslatingFormat):
         chat = to_chat(request, self._unseal, self.history, reading)
         if request.background:
             chat.body["stream"] = True  # so that its events can be followed
-        inspected = self._inspect_chat(chat, context, request.ignored)
+        inspected = self._inspect_chat(chat, context)
         self._builder = ResponseBuilder(
             request,
             self.response_id,
@@ -93,6 +93,7 @@ class ResponsesFormat(TranslatingFormat):
             inspected.profile.sampling,
             seal=self._seal,
             now_s=self._now_s,
+            metrics=inspected.profile.metrics,
         )
         return inspected
 

@@ -12,7 +12,7 @@ _WITH_STATUS = _OUTPUTS | set(
     "message reasoning function_call tool_search_call tool_search_output".split()
 )
 
-_FIELDS = {
+ITEM_FIELDS = {
     "message": "role content phase".split(),
     "reasoning": "summary content encrypted_content".split(),
     "function_call": "call_id namespace name arguments".split(),
@@ -30,7 +30,7 @@ _PART_FIELDS = frozenset(
 
 def known_fields(item: Mapping[str, Any]) -> Json:
     """Return an item without its id and without the fields that nothing reads."""
-    names = ("type", "status", *_FIELDS.get(item["type"], ("call_id",)))
+    names = ("type", "status", *ITEM_FIELDS.get(item["type"], ("call_id",)))
     known = {name: item[name] for name in names if name in item}
     for name in ("content", "output", "summary"):
         if isinstance(parts := known.get(name), list):

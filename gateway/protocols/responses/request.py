@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Document, Readable, pdf_of, pdfs_in
 from gateway.protocols.history import Replacements, message_of, reply_of, texts_of
+from gateway.protocols.responses.items import ITEM_FIELDS
 from gateway.protocols.responses.tools import (
     TextGrammar,
     ToolSet,
@@ -23,32 +24,19 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat
+from gateway.protocols.translation import Chat, own_name, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
 from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.content import FILE_PROBLEM, file_fault
-from paceline.request.fields import CACHE_SALT, FieldError, Fields
+from paceline.request.fields import FieldError, Fields
+from paceline.request.keys import Inside, check_keys
 from paceline.request.profile import REASONING_EFFORTS
+from paceline.request.wires import Wire, read_ignored
 
 Item = Mapping[str, Any]
 
-_SAME_FIELDS = ("model", "temperature", "top_p", "stream", CACHE_SALT)
-_IGNORED_FIELDS = frozenset(
-    "user safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
-    "service_tier client_metadata stream_options context_management image access_programs".split()
-)
-"""They choose among OpenAI's services."""
-_REFUSED_FIELDS = frozenset(("prompt", "moderation"))
-FIELDS = _IGNORED_FIELDS.union(
-    _SAME_FIELDS,
-    _REFUSED_FIELDS,
-    "background conversation include input instructions max_output_tokens max_tool_calls metadata "
-    "parallel_tool_calls previous_response_id reasoning store text tool_choice tools "
-    "top_logprobs truncation".split(),
-)
-"""The fields of a body."""
 ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset(
@@ -67,6 +55,7 @@ _VALUES = {
     "truncation": ("auto", "disabled"),
     "reasoning.effort": REASONING_EFFORTS,
     "reasoning.summary": ("auto", "concise", "detailed"),
+    "reasoning.generate_summary": ("auto", "concise", "detailed"),
     "text.verbosity": ("low", "medium", "high"),
 }
 _METADATA_LIMIT, _METADATA_NAME_CHARS, _METADATA_CHARS = 16, 64, 512
@@ -75,10 +64,10 @@ _BETWEEN_TEXTS = "\n\n"
 _FORM = "response_format.json_schema"
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
+    "truncate_prompt_tokens": "truncation",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "tools.function.strict": "tools.strict",
-    TOOL_GRAMMARS: "tools.format",
     "messages": "input",
 }
 
@@ -98,6 +87,8 @@ class ResponsesRequest(NamedTuple):
     """Reasoning comes with its sealed form, for clients that keep the conversation themselves."""
     summarised: bool
     """Reasoning comes as its summary, as the request asks for one."""
+    ignored: tuple[str, ...]
+    """Fields, and names inside of them, that change no answer."""
 
     def after(self, history: Sequence[Item]) -> ResponsesRequest:
         """Return the request with the tools that its client found earlier; raise `FieldError`."""
@@ -105,15 +96,7 @@ class ResponsesRequest(NamedTuple):
             return self
         earlier = "previous_response_id" if self.previous_id else "conversation"
         items = [*((earlier, item) for item in history), *_placed(self.items)]
-        return self._replace(tools=read_tools(self.body, items))
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Return the fields and tools that change no answer."""
-        given = (name for name, value in self.body.items() if value is not None)
-        named = tuple(name for name in given if name in _IGNORED_FIELDS)
-        verbose = ("text.verbosity",) if (self.body.get("text") or {}).get("verbosity") else ()
-        return named + verbose + self.tools.left_out
+        return self._replace(tools=read_tools(self.body, items, {}))
 
 
 @dataclass(slots=True)
@@ -123,7 +106,7 @@ class ResponsesChat(Chat):
     grammars: Mapping[str, TextGrammar] = field(default_factory=dict)
     """Those of the tools, by the names of the functions."""
 
-    def param(self, name: str) -> str:
+    def own_param(self, name: str) -> str:
         """Return the field of the Responses request behind a field of the chat."""
         if (found := self.find(name)) is not None:
             return "".join(found)
@@ -131,22 +114,19 @@ class ResponsesChat(Chat):
             grammar_field = f"{TOOL_GRAMMARS}.{function}"
             if name == grammar_field or name.startswith(f"{grammar_field}."):
                 return grammar.place + name[len(grammar_field) :]
+        if name.partition(".")[0] == TOOL_GRAMMARS:
+            return "tools.format"
         if name.startswith(f"{_FORM}."):
             return "text.format" + name[len(_FORM) :]
-        for chat_name, own_name in _CHAT_NAMES.items():
-            if name == chat_name or name.startswith((f"{chat_name}.", f"{chat_name}[")):
-                return own_name
-        return name
+        return "input" if name.startswith("messages[") else own_name(name, _CHAT_NAMES)
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
     """Read a parsed body; raise `FieldError`."""
-    for name, value in body.items():
-        if name not in FIELDS:
-            raise FieldError(name[:100], f"Unknown parameter: '{name[:100]}'.")
-        if name in _REFUSED_FIELDS and value is not None:
-            raise FieldError(name, f"This gateway does not support '{name}'.")
-    fields = Fields(body)
+    ignored = read_ignored(body, Wire.RESPONSES)
+    fields, inside = Fields(body), Inside()
+    for name in ("reasoning", "text", "stream_options"):
+        check_keys(f"RESPONSES {name}", fields.object(name), inside)
     for name in ("instructions", "user", "safety_identifier", "prompt_cache_key", "service_tier"):
         if not isinstance(body.get(name), str | None):
             raise must(name, "be a string")
@@ -166,6 +146,7 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
     if given is None and (previous_id or conversation_id):
         given = []  # the model goes on from what is kept
     items = tuple(read_items(given, "input"))
+    tools = read_tools(body, _placed(items), inside)
     store = fields.choice("store") is not False
     background = fields.flag("background")
     if background and not store:
@@ -173,13 +154,17 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
     return ResponsesRequest(
         body=body,
         items=items,
-        tools=read_tools(body, _placed(items)),
+        tools=tools,
         previous_id=previous_id,
         conversation_id=conversation_id,
         store=store,
         background=background,
         encrypted=ENCRYPTED in include,
-        summarised=fields.object("reasoning").get("summary") is not None,
+        summarised=any(
+            fields.object("reasoning").get(name) is not None
+            for name in ("summary", "generate_summary")
+        ),
+        ignored=(*ignored, *inside),
     )
 
 
@@ -224,17 +209,19 @@ def to_chat(
         raise FieldError(f"{at}.id", "No stored item has this id.")
     if not messages.messages:
         raise must("input", "contain at least one message")
-    chat: Json = {name: body[name] for name in _SAME_FIELDS if body.get(name) is not None}
+    chat = same_fields(body)
+    same = frozenset(chat)
     chat["messages"] = messages.messages
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
-    if body.get("truncation") == "auto":
-        chat["truncate_prompt_tokens"] = -1
+    own: Json = {"truncate_prompt_tokens": -1} if body.get("truncation") == "auto" else {}
     if body.get("top_logprobs") is not None or _LOGPROBS in (body.get("include") or ()):
         chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
-    chat |= _tools_of(request) | _text_of(Fields(body).object("text"))
+    own |= _text_of(Fields(body).object("text"))
     if effort := Fields(body).object("reasoning").get("effort"):
-        chat["reasoning_effort"] = effort
+        own["reasoning_effort"] = effort
+    with_own(chat, own, _CHAT_NAMES)
+    chat |= _tools_of(request)
     tools = request.tools
     return ResponsesChat(
         chat,
@@ -242,7 +229,9 @@ def to_chat(
         [tool.place for tool in tools.by_name.values()],
         tools.left_out,
         tuple(messages.replaced),
-        {name: tool.grammar for name, tool in tools.by_name.items() if tool.grammar},
+        same,
+        (*request.ignored, *messages.inside),
+        grammars={name: tool.grammar for name, tool in tools.by_name.items() if tool.grammar},
     )
 
 
@@ -276,6 +265,8 @@ class _Messages(Replacements):
         """Whether all messages so far are system messages."""
         self.places: list[list[str]] = []
         self._unseal = unseal
+        self.inside: Inside = {}
+        """What is ignored inside of items."""
         self._reply = _Reply()
         self._behind: list[tuple[str, Json]] = []
         """What a message of the user has behind the results of tools, each with its place."""
@@ -300,6 +291,8 @@ class _Messages(Replacements):
 
     def _read(self, item: Item, at: str, *, new: bool) -> None:
         kind = item["type"]
+        if kind in ITEM_FIELDS:
+            check_keys("RESPONSES input", item, self.inside, at)
         if not kind.endswith(_OF_CLIENTS):
             self._end_results()
         match kind:
@@ -395,6 +388,7 @@ class _Messages(Replacements):
 
     def _readable(self, part: Any, at: str, *, new: bool) -> list[Json]:
         """Return the parts of a chat for a part, or words in its place."""
+        check_keys("RESPONSES input.content", part, self.inside, at)
         try:
             kind = kind_of(part, at)
             read = _part_of(part, kind, at)
@@ -485,8 +479,11 @@ def _text_of(text: Mapping[str, Any]) -> Json:
     kind = "text" if form is None else kind_of(form, "text.format")
     if kind not in _FORMATS:
         raise must("text.format.type", f"be one of {_FORMATS}")
+    check_keys("RESPONSES text.format", form)
     if kind != "json_schema":
-        return {} if kind == "text" else {"response_format": {"type": kind}}
+        given = {"type": kind} if form is None else form
+        schema = {name: given[name] for name in ("type", "schema") if given.get(name) is not None}
+        return {} if schema == {"type": "text"} else {"response_format": schema}
     if not isinstance(form.get("schema"), Mapping):
         raise must("text.format.schema", "be a JSON Schema")
     schema = {"name": form.get("name") or UNNAMED, "schema": form["schema"]}
@@ -509,6 +506,7 @@ def _previous_of(body: Mapping[str, Any]) -> tuple[str, str]:
     previous, conversation = body.get("previous_response_id"), body.get("conversation")
     place = "conversation"
     if isinstance(conversation, Mapping):
+        check_keys("RESPONSES conversation", conversation)
         conversation, place = conversation.get("id", 0), "conversation.id"
     for value, name in ((previous, "previous_response_id"), (conversation, place)):
         if value is not None and not (isinstance(value, str) and len(value) <= _ID_CHARS):

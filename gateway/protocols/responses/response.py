@@ -49,8 +49,10 @@ class ResponseBuilder(StreamEncoder):
         *,
         seal: Callable[[str], str],
         now_s: Callable[[], float],
+        metrics: bool = False,
     ) -> None:
         self._request = request
+        self._metrics = metrics
         self._seal = seal
         self._now_s = now_s
         self._stem = response_id.removeprefix("resp_")
@@ -99,6 +101,8 @@ class ResponseBuilder(StreamEncoder):
         yield from self.begin()
         if usage := _usage_of(frame):
             self.response["usage"] = usage
+        if self._metrics and (metrics := object_in(frame, "metrics")):
+            self.response["metrics"] = metrics
         choice = choice_of(frame)
         if reasoning := text_in(message, "reasoning_content"):
             yield from self._continue("reasoning", reasoning)

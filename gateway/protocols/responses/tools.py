@@ -15,6 +15,7 @@ from pydantic_core import from_json, to_json
 
 from gateway.types import Json
 from paceline.request.fields import FieldError
+from paceline.request.keys import Inside, check_keys
 
 HOSTED_TOOLS = frozenset(
     "web_search web_search_preview web_search_2025_08_26 web_search_preview_2025_03_11 file_search "
@@ -79,12 +80,15 @@ class ToolSet(NamedTuple):
 
 
 def read_tools(
-    body: Mapping[str, Any], items: Iterable[tuple[str, Mapping[str, Any]]] = ()
+    body: Mapping[str, Any],
+    items: Iterable[tuple[str, Mapping[str, Any]]],
+    inside: Inside,
 ) -> ToolSet:
     """Read the tools of a body and the choice among them; raise `FieldError`.
 
     `items` are those of the chat, each with its place: they have the tools that the client found,
-    which a request without the search does not want, such as one for a summary.
+    which a request without the search does not want, such as one for a summary. Add to `inside`
+    what is ignored in them.
     """
     tools = body.get("tools")
     if not isinstance(tools, list | None):
@@ -98,7 +102,7 @@ def read_tools(
             left_out.append(f"{at}:{tool['type']}")
             continue
         declared.append(tool)
-        for name, one in _tools_in(tool, at):
+        for name, one in _tools_in(tool, at, inside):
             if by_name.setdefault(name, one) is not one:
                 raise FieldError(f"{one.place}.name", f"Two tools are called '{name[:100]}'.")
     if len(by_name) > _TOOLS_LIMIT:
@@ -175,11 +179,12 @@ def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]
         with contextlib.suppress(FieldError):
             place = f"{at}.tools[{index}]"
             kind_of(tool, place)
-            yield from _tools_in(tool, place)
+            yield from _tools_in(tool, place, {})
 
 
-def _tools_in(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]:
+def _tools_in(tool: Mapping[str, Any], at: str, inside: Inside) -> Iterator[tuple[str, Tool]]:
     """Yield a tool, or those of a namespace, by the names of their functions."""
+    check_keys("RESPONSES tools", tool, inside, at)
     if tool["type"] != "namespace":
         yield _tool_of(tool, "", at)
         return
@@ -189,6 +194,7 @@ def _tools_in(tool: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]:
     for index, member in enumerate(members):
         place = f"{at}.tools[{index}]"
         kind_of(member, place)
+        check_keys("RESPONSES tools", member, inside, place)
         yield _tool_of(member, namespace, place)
 
 
@@ -228,6 +234,7 @@ def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Too
 def _grammar_of(tool: Mapping[str, Any], at: str) -> TextGrammar | None:
     """Return the grammar of a custom tool's text; raise `FieldError`."""
     form = tool.get("format")
+    check_keys("RESPONSES tools.format", form, path=at)
     if form is None or kind_of(form, at) == "text":
         return None
     if form["type"] != "grammar":
@@ -262,6 +269,7 @@ def _name(tool: Mapping[str, Any], at: str) -> str:
 
 def _chosen(tools: Mapping[str, Tool], choice: Any) -> Any:
     """Return the choice of the chat for a choice among tools."""
+    check_keys("RESPONSES tool_choice", choice)
     match choice:
         case None | "auto" | "none":
             return choice

@@ -25,11 +25,11 @@ from schemathesis.core.result import Ok
 
 from gateway.app import create_app
 from gateway.protocols import PROXY_PATHS
-from paceline.request.compatibility import IGNORED, NEUTRAL
 from paceline.request.fields import FieldError
-from paceline.request.parser import HONOURED_FIELDS, read_profile
+from paceline.request.parser import read_profile
 from paceline.request.profile import Endpoint
 from paceline.request.schema import request_schema
+from paceline.request.wires import HONOURED, IGNORED, NEUTRAL, WIRE_OF, Wire
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.gateway_routes import PAGE, PUBLIC, route_paths
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
@@ -93,9 +93,7 @@ def references(value: Any) -> Iterator[str]:
 
 
 FIELDS = st.dictionaries(
-    st.sampled_from(
-        sorted((HONOURED_FIELDS[Endpoint.CHAT] | NEUTRAL.keys()) - {"messages", "model"})
-    ),
+    st.sampled_from(sorted((HONOURED[Wire.CHAT] | NEUTRAL.keys()) - {"messages", "model"})),
     st.none() | st.booleans() | st.integers(-5, 40) | st.floats(-3, 3) | st.text(max_size=3),
     max_size=2,
 )
@@ -123,7 +121,7 @@ def test_the_schema_accepts_every_body_that_the_parser_accepts(fields: dict[str,
 )
 def test_the_schema_of_a_body_lists_every_field_and_its_bounds(endpoint, name, high) -> None:
     schema = request_schema(endpoint)
-    assert set(schema["properties"]) == HONOURED_FIELDS[endpoint] | IGNORED | NEUTRAL.keys()
+    assert set(schema["properties"]) == HONOURED[WIRE_OF[endpoint]] | IGNORED | NEUTRAL.keys()
     bounds = {"minimum": 1, "maximum": high}
     assert schema["properties"][name] == {"type": ["integer", "null"], **bounds}
     valid = validator_for(schema).is_valid

@@ -14,7 +14,10 @@ from tests.support.running_gateway import RunningGateway, said
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 WORD = "What is 3 plus 4?"
 WEATHER = "What is the weather in Paris?"
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("weather", "get_weather")
+]
 LONG = ("word " * 40)[:100] + " and more" * 10
 
 
@@ -93,14 +96,15 @@ def test_a_model_of_an_engine_that_fails_to_list_any_is_the_one_that_an_admin_na
 
 
 def test_tool_calls_of_each_kind_reach_clients(served: Served) -> None:
-    whole = served.chat(WEATHER, tools=[TOOL])
+    whole = served.chat(WEATHER, tools=TOOLS)
     assert whole.status_code == 200, whole.text
     (call,) = whole.json()["choices"][0]["message"]["tool_calls"]
     assert "weather" in call["function"]["name"]
     assert json.loads(call["function"]["arguments"])
     assert whole.json()["choices"][0]["finish_reason"] == "tool_calls"
-    assert b"weather" in served.chat(WEATHER, tools=[TOOL], stream=True).content
-    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    assert b"weather" in served.chat(WEATHER, tools=TOOLS, stream=True).content
+    schema = {"type": "object"}
+    tools = [{"name": one["function"]["name"], "input_schema": schema} for one in TOOLS]
     body = {"model": served.model, "max_tokens": 50, **said(WEATHER), "tools": tools}
     anthropic = served.gateway.client.post("/v1/messages", json=body)
     assert anthropic.json()["stop_reason"] == "tool_use", anthropic.text

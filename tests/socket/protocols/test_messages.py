@@ -109,7 +109,7 @@ def test_what_no_message_may_have_is_no_explanation_either(shared_gateway: Runni
 
     Whether it is a message or a chat is asked before either is read.
     """
-    body = {**BODY, "n": 1}
+    body = {**BODY, "n": 2}
     assert shared_gateway.client.post(EXPLAIN, json=body).status_code == 200
     refused = shared_gateway.client.post(EXPLAIN, json=body, headers=VERSION)
     assert (refused.status_code, refused.json()["type"]) == (400, "error")

@@ -1,9 +1,11 @@
 """Fields that change no answer, or that engines lack: the header, and what workers get."""
 
+import json
 from typing import Any
 
 import pytest
 
+from paceline.request.constraint import read_constraint
 from tests.support.gateway_fixtures import Served
 from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import ScriptedWorker
@@ -102,6 +104,154 @@ def test_an_engine_that_would_not_go_on_from_the_last_message_gets_none(served: 
     assert fields.keys() <= served.worker.requests[-1].body.keys()
     assert served.gateway.chat(messages=begun, **fields).status_code == 200
     assert not fields.keys() & served.worker.requests[-1].body.keys()
+
+
+SHARED_FIELDS: dict[str, Any] = {
+    "seed": 7,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.25,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"5": 1.5},
+    "stop": ["END"],
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "stop_token_ids": [7],
+    "truncate_prompt_tokens": 100,
+    "draft_tokens": 2,
+    "specprefill": False,
+    "specprefill_keep_pct": 0.5,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "structured_outputs": {"choice": ["one", "two"]},
+    "thinking_budget": 5,
+    "include_reasoning": False,
+    "reasoning_effort": "low",
+    "metrics": "summary",
+}
+OTHER_WIRES = {
+    "/v1/messages": chat_body(max_tokens=9),
+    "/v1/responses": {"model": "demo", "input": "Say a word.", "store": False},
+}
+
+
+@pytest.mark.parametrize("path", OTHER_WIRES)
+def test_other_wires_take_the_fields_of_engines_as_a_chat_does(shared: Served, path: str) -> None:
+    for stream in (False, True):
+        body = {**OTHER_WIRES[path], **SHARED_FIELDS, "stream": stream}
+        answer = shared.gateway.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "x-paceline-ignored" not in answer.headers
+        sent = shared.worker.requests[-1].body
+        assert {name: sent.get(name) for name in SHARED_FIELDS} == SHARED_FIELDS
+        assert '"speculative_decoding"' in answer.text
+    synonyms = {**OTHER_WIRES[path], "repeat_penalty": 1.5, "enable_thinking": True, "odd": None}
+    hints = {"cache_prompt": True, "id_slot": 1, "separate_reasoning": True, "adapters": None}
+    answer = shared.gateway.client.post(path, json={**synonyms, **hints})
+    assert answer.headers["x-paceline-ignored"] == "cache_prompt, id_slot, separate_reasoning"
+    sent = shared.worker.requests[-1].body
+    assert (sent["repetition_penalty"], sent["chat_template_kwargs"]) == (
+        1.5,
+        {"enable_thinking": True},
+    )
+    assert not {"repeat_penalty", "enable_thinking", "odd", *hints} & sent.keys()
+    assert '"metrics"' not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/messages", {"stop": [""]}, "stop"),
+        ("/v1/messages", {"stop_sequences": [""]}, "stop_sequences"),
+        ("/v1/messages", {"stop": "a", "stop_sequences": ["b"]}, "stop"),
+        ("/v1/messages", {"thinking_budget": -1}, "thinking_budget"),
+        (
+            "/v1/messages",
+            {"thinking": {"type": "enabled", "budget_tokens": -1}},
+            "thinking.budget_tokens",
+        ),
+        ("/v1/messages", {"thinking": {"type": "disabled", "odd": 1}}, "thinking.odd"),
+        ("/v1/messages", {"tools": [{"name": "f", "odd": 1}]}, "tools.0.odd"),
+        ("/v1/messages", {"system": [{"type": "text", "text": "a", "odd": 1}]}, "system.0.odd"),
+        ("/v1/messages", {"output_config": {"odd": 1}}, "output_config.odd"),
+        ("/v1/messages", {"tool_choice": {"type": "auto", "odd": 1}}, "tool_choice.odd"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "odd": 1}]}]},
+            "messages.0.content.0.odd",
+        ),
+        ("/v1/messages", {"token_sources": True}, "token_sources"),
+        ("/v1/messages", {"seed": "x"}, "seed"),
+        ("/v1/messages", {"repeat_penalty": 20}, "repeat_penalty"),
+        ("/v1/responses", {"stop": [""]}, "stop"),
+        ("/v1/responses", {"repeat_penalty": 20}, "repeat_penalty"),
+        ("/v1/responses", {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (
+            "/v1/responses",
+            {"reasoning": {"effort": "low"}, "reasoning_effort": "high"},
+            "reasoning_effort",
+        ),
+        ("/v1/responses", {"reasoning": {"odd": 1}}, "reasoning.odd"),
+        ("/v1/responses", {"text": {"odd": 1}}, "text.odd"),
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "text", "odd": 1}}},
+            "text.format.odd",
+        ),
+        ("/v1/responses", {"stream_options": {"odd": 1}}, "stream_options.odd"),
+        (
+            "/v1/responses",
+            {"tools": [{"type": "function", "name": "f", "odd": 1}]},
+            "tools[0].odd",
+        ),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a", "odd": 1}]}, "input[0].odd"),
+        (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "a", "odd": 1}]}
+                ]
+            },
+            "input[0].content[0].odd",
+        ),
+        ("/v1/responses", {"token_sources": True}, "token_sources"),
+    ],
+)
+def test_an_error_names_a_field_as_the_client_spells_it(
+    shared: Served, path: str, fields: dict[str, Any], param: str
+) -> None:
+    answer = shared.gateway.client.post(path, json={**OTHER_WIRES[path], **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error.get("param", param) == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"response_format": "FORM"}),
+        ("/v1/completions", {"response_format": "FORM"}),
+        ("/v1/responses", {"text": {"format": "FORM"}}),
+        ("/v1/responses", {"response_format": "FORM"}),
+        ("/v1/messages", {"output_config": {"format": "FORM"}}),
+        ("/v1/messages", {"response_format": "FORM"}),
+    ],
+)
+def test_a_schema_beside_json_object_reaches_the_worker_from_each_wire(
+    shared: Served, path: str, fields: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    form = {"type": "json_object", "schema": schema}
+    given = json.loads(json.dumps(fields).replace('"FORM"', json.dumps(form)))
+    body = {"/v1/completions": {"model": "demo", "prompt": "x"}, **OTHER_WIRES}.get(
+        path, chat_body()
+    )
+    answer = shared.gateway.client.post(path, json={**body, **given})
+    assert answer.status_code == 200, answer.text
+    sent = read_constraint(shared.worker.requests[-1].body)
+    assert sent is not None
+    assert sent.value == schema
 
 
 def test_a_mark_on_the_last_message_is_another_spelling_of_the_field(served: Served) -> None:

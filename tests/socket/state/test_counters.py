@@ -141,6 +141,6 @@ def test_every_field_of_a_lane_is_either_summed_or_current() -> None:
     }
     summed = {
         *("speculation", "bypass_counts", "spec_prefill", "prefix", "time_saved", "requests"),
-        *("prompt_tokens", "completion_tokens"),
+        *("prompt_tokens", "completion_tokens", "steps", "steps_ahead"),
     }
     assert set(LaneReport.model_fields) == current | summed

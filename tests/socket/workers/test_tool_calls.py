@@ -85,6 +85,7 @@ async def test_a_call_that_the_request_does_not_admit_is_no_part_of_the_answer(
     family: str, fields: Any, arguments: list[str], caplog
 ) -> None:
     """The model first calls a function that nobody declared; whole and streamed, with `n`."""
+    caplog.set_level("INFO")
     written = WRITERS[family].answer([(name, {}) for name in ("fly", "add", "add")])
     engine = ScriptedEngine(text_events("Look.\n", *written))
     engine.prompts = StubPrompts(tool_format=FORMATS[family])

@@ -1,5 +1,6 @@
 """Pages list exactly the errors, settings, headers, fields, files and tests that exist."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,18 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError, LimitReached, WorkerError
 from paceline.http import NotHttp
 from paceline.protocol import ApiError
-from paceline.request.parser import HONOURED_FIELDS
-from paceline.request.profile import Endpoint
+from paceline.request.fields import FieldError
+from paceline.request.keys import KEYS
+from paceline.request.wires import (
+    HONOURED,
+    IGNORED,
+    IGNORED_ON,
+    INSTEAD,
+    NEUTRAL,
+    Wire,
+    neutral_values,
+    read_ignored,
+)
 from workers.server.errors import RequestError
 from workers.server.main import worker_command
 from workers.settings import WorkerSettings
@@ -21,6 +32,7 @@ from workers.settings import WorkerSettings
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs/reference"
 LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
+TEXT_WIRES = (Wire.CHAT, Wire.COMPLETIONS, Wire.RESPONSES, Wire.MESSAGES)
 GROUPS = {WorkerError}
 """Classes that are never raised themselves."""
 
@@ -106,14 +118,59 @@ def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:
 
 def test_the_page_on_requests_names_exactly_the_fields_that_openai_does_not_have() -> None:
     page = (REFERENCE / "requests.md").read_text()
-    pooling = {"## Embeddings": Endpoint.EMBEDDINGS, "## Rerank": Endpoint.RERANK}
+    pooling = {"## Embeddings": Wire.EMBEDDINGS, "## Rerank": Wire.RERANK}
     sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
-    for title, endpoint in pooling.items():
+    for title, wire in pooling.items():
         (section,) = [one for one in sections if one.startswith(title)]
-        assert documented_fields(section) == HONOURED_FIELDS[endpoint] - {"model"}
-    chats = "".join(one for one in sections if not one.startswith(tuple(pooling)))
+        assert documented_fields(section) == HONOURED[wire] - {"model"}
+    others = (*pooling, "## Fields and wires")
+    chats = "".join(one for one in sections if not one.startswith(others))
     openai = {*CompletionCreateParamsBase.__annotations__, "stream"}
-    assert documented_fields(chats) == HONOURED_FIELDS[Endpoint.CHAT] - openai
+    assert documented_fields(chats) == HONOURED[Wire.CHAT] - openai
+
+
+def test_the_page_on_requests_says_what_each_wire_does_with_each_field() -> None:
+    page = (REFERENCE / "requests.md").read_text()
+    section = page.partition("## Fields and wires")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    assert rows == [*rows_of_fields(), *rows_of_names()]
+
+
+def rows_of_fields() -> Iterator[str]:
+    """Yield the rows of the table of fields; those that have the same fates share one."""
+    others = {name for _, name in INSTEAD}
+    known = others.union(IGNORED, NEUTRAL, *IGNORED_ON.values())
+    fates: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(known.union(*(HONOURED[wire] for wire in TEXT_WIRES))):
+        fates.setdefault(tuple(fate(name, wire) for wire in TEXT_WIRES), []).append(f"`{name}`")
+    for fate_of_wires, names in sorted(fates.items(), key=lambda one: one[1]):
+        yield f"| {', '.join(names)} | {' | '.join(fate_of_wires)} |"
+
+
+def fate(name: str, wire: Wire) -> str:
+    """Return what a wire does with a field, as its parser does it."""
+    if name in ("functions", "function_call") and wire is Wire.CHAT:
+        return "yes"  # a gateway makes tools of them
+    try:
+        ignored = read_ignored({name: object()}, wire)
+        refused = ""
+    except FieldError as error:
+        ignored = ()
+        instead = re.search("use '(.*)'", error.message)
+        refused = f"use `{instead[1]}`" if instead else "no"
+    if not refused:
+        return "ignored" if ignored else "yes"
+    values = [value for value in neutral_values(wire).get(name, ()) if value != ""]
+    shown = ", ".join(f"`{json.dumps(value)}`" for value in values)
+    return f"{shown} ignored, else {refused}" if shown else refused
+
+
+def rows_of_names() -> Iterator[str]:
+    """Yield a row for each object within which names are ignored."""
+    for place, (_, ignored) in KEYS.items():
+        wire, _, field = place.partition(" ")
+        if names := ", ".join(f"`{name}`" for name in sorted(ignored)):
+            yield f"| `{field}` | `{Wire[wire]}` | {names} |"
 
 
 def documented_fields(text: str) -> set[str]:

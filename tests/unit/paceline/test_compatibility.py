@@ -1,14 +1,16 @@
 """Fields that change no answer are accepted and listed; all others are refused by name."""
 
+import copy
+import re
 from typing import Any
 
 import pytest
 
-from paceline.request.compatibility import NEUTRAL
 from paceline.request.constraint import read_constraint
 from paceline.request.fields import FieldError
-from paceline.request.parser import HONOURED_FIELDS, read_profile
+from paceline.request.parser import read_profile
 from paceline.request.profile import Endpoint
+from paceline.request.wires import HONOURED, NEUTRAL, canonical
 from tests.support.chat_bodies import read_chat
 
 
@@ -53,6 +55,140 @@ def test_a_value_that_would_change_the_answer_is_refused_by_name(name: str, valu
     with pytest.raises(FieldError, match=name) as refused:
         read_chat(**{name: value})
     assert str(refused.value.param).split(".")[0] == name
+
+
+CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+PICTURE = "data:image/gif;base64,R0lGODlhAQABAAAAACw="
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("messages[0]", {"messages": [{"role": "user", "content": "Hi"}]}),
+        (
+            "messages[0].content[0]",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]},
+        ),
+        (
+            "messages[0].content[0].image_url",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": PICTURE}}],
+                    }
+                ]
+            },
+        ),
+        ("messages[0].tool_calls[0]", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
+        (
+            "messages[0].tool_calls[0].function",
+            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
+        ),
+        ("tools[0]", {"tools": [FUNCTION]}),
+        ("tools[0].function", {"tools": [FUNCTION]}),
+        ("tool_choice", {"tools": [FUNCTION], "tool_choice": FUNCTION}),
+        ("tool_choice.function", {"tools": [FUNCTION], "tool_choice": FUNCTION}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        (
+            "response_format.json_schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        ),
+        ("stream_options", {"stream": True, "stream_options": {}}),
+    ],
+)
+def test_an_unknown_name_inside_of_a_field_is_named_with_its_path_unless_it_is_null(
+    path: str, fields: dict[str, Any]
+) -> None:
+    body = copy.deepcopy(fields)
+    inner: Any = body
+    for step in re.findall(r"\w+", path):
+        inner = inner[int(step) if step.isdigit() else step]
+    inner["odd"] = None
+    assert read_chat(**body).ignored == ()
+    inner["odd"] = 1
+    with pytest.raises(FieldError, match="Unknown field") as refused:
+        read_chat(**body)
+    assert refused.value.param == f"{path}.odd"
+
+
+def test_names_that_change_no_answer_are_listed_without_their_places_in_lists() -> None:
+    text = {"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}
+    picture = {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}
+    messages = [{"role": "user", "content": [text, text, picture]}]
+    tools = [{**FUNCTION, "cache_control": {}}]
+    assert read_chat(messages=messages, tools=tools, user="u").ignored == (
+        "user",
+        "messages.content.cache_control",
+        "messages.content.image_url.detail",
+        "tools.cache_control",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"repeat_penalty": 20}, "repeat_penalty"),
+        ({"enable_thinking": "yes"}, "enable_thinking"),
+        ({"repeat_penalty": 1.2, "repetition_penalty": 1.3}, "repeat_penalty"),
+        (
+            {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}},
+            "enable_thinking",
+        ),
+    ],
+)
+def test_a_synonym_is_the_field_that_it_means_and_errors_name_it(fields, param) -> None:
+    assert read_chat(repeat_penalty=1.2).sampling.repetition_penalty == 1.2
+    body = {"enable_thinking": True, "chat_template_kwargs": {"a": 1}, "repeat_penalty": 1}
+    assert canonical(body) == {
+        "chat_template_kwargs": {"a": 1, "enable_thinking": True},
+        "repetition_penalty": 1,
+    }
+    with pytest.raises(FieldError, match=f"'{param}'") as invalid:
+        read_chat(**fields)
+    assert invalid.value.param == param
+
+
+def test_a_bound_is_told_of_the_field_that_the_client_gave() -> None:
+    with pytest.raises(FieldError, match="'max_completion_tokens'"):
+        read_chat(min_tokens=9, max_completion_tokens=8)
+    assert dict(read_chat(thinking_token_budget=3).spelled)["thinking_budget"] == (
+        "thinking_token_budget"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("grammar", "guided_grammar"),
+        ("ebnf", "guided_grammar"),
+        ("regex", "guided_regex"),
+        ("json_schema", "response_format"),
+        ("max_output_tokens", "max_tokens"),
+        ("thinking", "reasoning_effort"),
+    ],
+)
+def test_a_field_of_other_servers_is_refused_with_the_one_that_does_it(name, instead) -> None:
+    with pytest.raises(FieldError, match=f"use '{instead}'") as refused:
+        read_chat(**{name: "x"})
+    assert refused.value.param == name
+
+
+def test_a_schema_beside_json_object_is_held() -> None:
+    """llama.cpp's spelling, at which others look away."""
+    schema = {"type": "object", "properties": {"a": {"type": "null"}}}
+    for kind in ("json_object", "json_schema"):
+        constraint = read_constraint({"response_format": {"type": kind, "schema": schema}})
+        assert constraint is not None
+        assert (constraint.value, constraint.param) == (schema, "response_format.schema")
+    for odd in (
+        {"type": "text", "schema": schema},
+        {"type": "json_object", "json_schema": {"schema": schema}},
+        {"type": "json_schema", "json_schema": {"schema": schema}, "schema": schema},
+    ):
+        with pytest.raises(FieldError, match="has no use"):
+            read_constraint({"response_format": odd})
 
 
 def test_a_custom_tool_is_refused_with_the_endpoint_that_has_it() -> None:
@@ -120,7 +256,7 @@ def test_null_is_accepted_for_every_field_of_any_endpoint(endpoint: Endpoint) ->
         Endpoint.RERANK: {"query": "Hi", "documents": ["Hi"]},
     }
     own = {"model": "m", **content[endpoint]}
-    nulls = dict.fromkeys({*NEUTRAL}.union(*HONOURED_FIELDS.values()))
+    nulls = dict.fromkeys({*NEUTRAL}.union(*HONOURED.values()))
     assert read_profile(nulls | own, endpoint) == read_profile(own, endpoint)
 
 

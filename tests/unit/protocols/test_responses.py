@@ -303,7 +303,7 @@ def test_tools_become_functions_and_hosted_ones_are_left_out() -> None:
     assert sent["parallel_tool_calls"] is False
     exchange = wire(**fields)
     assert exchange.request is not None
-    assert exchange.request.ignored == ("tools[3]:web_search",)
+    assert exchange.request.tools.left_out == ("tools[3]:web_search",)
     assert len(read_response(whole(exchange, {"content": "Hi"})).tools) == 3
 
 
@@ -411,7 +411,8 @@ def test_form_reasoning_and_logprobs() -> None:
             for name, field in (
                 ("file_url", "file_url"),
                 ("file_id", "file_id"),
-                ("x", "file_data"),
+                ("x", "x"),
+                ("filename", "file_data"),
                 ("file_data", "file_data"),
             )
         ),

@@ -19,5 +19,5 @@ async def test_a_follower_gets_a_long_log_in_pieces(after: int) -> None:
 
     pieces = [piece async for piece in log.follow(after)]
 
-    assert b"".join(pieces) == EVENT * (4999 - after) + LARGE
+    assert b"".join(pieces) == EVENT * (4999 - after) + LARGE + b"data: [DONE]\n\n"
     assert all(len(piece) <= 64 * 1024 for piece in pieces), "of a large event too"
