@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from gateway.config.static_workers import StaticWorker
 from paceline.request.constraint import read_constraint
-from tests.support.gateway_fixtures import Served
+from tests.support.gateway_fixtures import MakeGateway, Served
 from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import ScriptedWorker
 
@@ -293,3 +294,23 @@ def test_only_a_last_message_of_the_assistant_can_be_marked(module_gateway) -> N
             param = f"messages[{place}].{name}"
             assert (refused.status_code, error["param"]) == (400, param), messages
             assert name in error["message"]
+
+
+def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(
+    make_gateway: MakeGateway, worker: ScriptedWorker
+) -> None:
+    entry = StaticWorker(id="mac", kind="mlx-lm", url=worker.url, models=("demo",))
+    gateway = make_gateway(workers=(entry,))
+    for path, body in {"/v1/chat/completions": chat_body(), **OTHER_WIRES}.items():
+        for name, value in (
+            ("guided_regex", "a+"),
+            ("structured_outputs", {"regex": "a+"}),
+            ("response_format", {"type": "json_object"}),
+            ("thinking_token_budget", 5),
+            ("thinking_budget", 5),
+        ):
+            refused = gateway.client.post(path, json={**body, name: value})
+            assert refused.status_code == 400, refused.text
+            error = refused.json()["error"]
+            assert "takes" in error["message"]
+            assert error.get("param", name) == name

@@ -45,6 +45,16 @@ def test_mlx_lm_gets_no_negative_seed() -> None:
         assert sent("mlx-lm", seed=seed) == {"seed": expected}
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "paceline"])
+def test_a_schema_beside_json_object_reaches_engines_where_they_read_it(kind: str) -> None:
+    """Most engines read it in a `json_schema` alone, and would ignore it in silence."""
+    schema = {"type": "object", "properties": {}}
+    form = sent(kind, response_format={"type": "json_object", "schema": schema})["response_format"]
+    assert form == {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    plain = {"type": "json_object"}
+    assert sent(kind, response_format=plain) == {"response_format": plain}
+
+
 USAGE = {"prompt_tokens": 12, "completion_tokens": 3}
 DRAFTED = {"draft_n": 6, "draft_n_accepted": 4, "predicted_n": 9}
 
