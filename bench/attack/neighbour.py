@@ -28,7 +28,7 @@ _PACE_S: Final = 0.1
 """It does not wait for an answer before it asks again: a stall counts as often as it is felt."""
 _WARM_UP_S: Final = 2.0
 """The first answers of a process are slow."""
-_SAMPLE_S: Final = 0.25
+_SAMPLE_S: Final = 0.5
 KEPT_SHARE: Final = 1.10
 _LONGER_MS: Final = 50.0
 _STALL_S: Final = 3.0

@@ -9,21 +9,27 @@ that asks for a summary of its conversation gets one with the lines that are lef
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
 import secrets
+import socket
 import tempfile
-import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gateway.config.static_workers import StaticWorker
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.http_server import Request, ServerConnection
+from tests.support.running_gateway import (
+    RunningGateway,
+    make_settings,
+    running_server,
+    wait_until,
+)
+from tests.support.scripted_worker import DONE, event
 
 MODEL: Final = "scripted"
 CONTEXT_TOKENS: Final = 37_500
@@ -62,9 +68,8 @@ class Scripted(NamedTuple):
 
 @contextlib.contextmanager
 def running_scripted() -> Iterator[Scripted]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Worker)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    worker_url = f"http://127.0.0.1:{server.server_address[1]}"
+    listener = socket.create_server(("127.0.0.1", 0))
+    worker_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     worker = StaticWorker(
         id="scripted",
         kind="openai",
@@ -74,6 +79,7 @@ def running_scripted() -> Iterator[Scripted]:
         slots=16,
     )
     with (
+        running_server(_serve, sockets=[listener]),
         tempfile.TemporaryDirectory(prefix="paceline-scripted-") as folder,
         RunningGateway(make_settings(Path(folder), workers=(worker,))) as gateway,
     ):
@@ -81,7 +87,6 @@ def running_scripted() -> Iterator[Scripted]:
         limited = gateway.create_key(name="limited", requests_a_minute=1)["secret"]
         wait_until(lambda: gateway.client.get("/readyz").is_success, within_s=30)
         yield Scripted(gateway.url, worker_url, key, limited)
-    server.shutdown()
 
 
 def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,87 +138,71 @@ def _call(name: str, arguments: str = "") -> dict[str, Any]:
     return {"content": None, "tool_calls": [call]}
 
 
-class _Worker(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
-
-    def do_GET(self) -> None:
-        if self.path == "/received":
-            self._whole(200, [*_received])
-            return
+async def _serve(connection: ServerConnection, request: Request) -> None:
+    if request.method == "GET":
         model = {"id": MODEL, "object": "model", "max_model_len": CONTEXT_TOKENS}
-        self._whole(200, {"object": "list", "data": [model]})
+        models = {"object": "list", "data": [model]}
+        await _send(connection, 200, [*_received] if request.path == "/received" else models)
+        return
+    body = request.json() | {"id": f"chatcmpl-{secrets.token_hex(8)}"}
+    tokens = _tokens(body)
+    _received.append({**body, "prompt_tokens": tokens})
+    if tokens > CONTEXT_TOKENS:
+        text = (
+            f"This model's maximum context length is {CONTEXT_TOKENS} tokens. However, "
+            f"your messages resulted in {tokens} tokens."
+        )
+        error = {"message": text, "type": "invalid_request_error", "param": "messages"}
+        await _send(connection, 400, {"error": {**error, "code": "context_length_exceeded"}})
+        return
+    message = {
+        "role": "assistant",
+        "reasoning_content": "Hm.",
+        **(_played(body["messages"]) or _answer(body)),
+    }
+    reason = "tool_calls" if message.get("tool_calls") else "stop"
+    if body.get("stream"):
+        await _stream(connection, body, message, reason)
+        return
+    for call in message.get("tool_calls", ()):
+        del call["index"]
+    choice = {"index": 0, "message": message, "finish_reason": reason}
+    answer = {**_head(body), "choices": [choice], "usage": _usage(body)}
+    await _send(connection, 200, answer)
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        body["id"] = f"chatcmpl-{secrets.token_hex(8)}"
-        tokens = _tokens(body)
-        _received.append({**body, "prompt_tokens": tokens})
-        if tokens > CONTEXT_TOKENS:
-            text = (
-                f"This model's maximum context length is {CONTEXT_TOKENS} tokens. However, "
-                f"your messages resulted in {tokens} tokens."
-            )
-            error = {"message": text, "type": "invalid_request_error", "param": "messages"}
-            self._whole(400, {"error": {**error, "code": "context_length_exceeded"}})
-            return
-        message = {
-            "role": "assistant",
-            "reasoning_content": "Hm.",
-            **(_played(body["messages"]) or _answer(body)),
-        }
-        reason = "tool_calls" if message.get("tool_calls") else "stop"
-        if body.get("stream"):
-            self._stream(body, message, reason)
-            return
-        for call in message.get("tool_calls", ()):
-            del call["index"]
-        choice = {"index": 0, "message": message, "finish_reason": reason}
-        self._whole(200, {**_head(body), "choices": [choice], "usage": _usage(body)})
 
-    def _whole(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+async def _send(connection: ServerConnection, status: int, body: Any) -> None:
+    data = json.dumps(body).encode()
+    kind = ((b"content-type", b"application/json"),)
+    await connection.send_head(status, kind, length=len(data))
+    await connection.send_body(data)
 
-    def _stream(self, body: Mapping[str, Any], message: Mapping[str, Any], reason: str) -> None:
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("transfer-encoding", "chunked")
-        self.end_headers()
 
-        def send(delta: Any, reason: str | None = None) -> None:
-            choice = {"index": 0, "delta": delta, "finish_reason": reason}
-            self._send({**_head(body), "choices": [choice]})
+async def _stream(
+    connection: ServerConnection, body: Mapping[str, Any], message: Mapping[str, Any], reason: str
+) -> None:
+    kind = ((b"content-type", b"text/event-stream"),)
+    await connection.send_head(200, kind, length=None)
 
-        try:
-            send({"role": "assistant", "content": ""})
-            while "SLOWLY" in str(body["messages"][-1]["content"]):
-                send({"content": "more "})
-                time.sleep(_PIECE_S)
-            send({"reasoning_content": message["reasoning_content"]})
-            for call in message.get("tool_calls", ()):
-                function = call["function"]
-                send({"tool_calls": [{**call, "function": {**function, "arguments": ""}}]})
-                for piece in function["arguments"].partition(":"):
-                    send({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
-            for piece in (message["content"] or "").partition(" "):
-                send({"content": piece})
-            send({}, reason)
-            self._send({**_head(body), "choices": [], "usage": _usage(body)})
-            self._send(None)
-        except OSError:
-            self.close_connection = True  # the gateway has cancelled the request
+    async def send(delta: Any, reason: str | None = None) -> None:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason}
+        await connection.send_body(event({**_head(body), "choices": [choice]}))
 
-    def _send(self, frame: Any) -> None:
-        data = b"data: " + (json.dumps(frame).encode() if frame else b"[DONE]") + b"\n\n"
-        end = b"" if frame else b"0\r\n\r\n"
-        self.wfile.write(b"%x\r\n%b\r\n%b" % (len(data), data, end))
+    await send({"role": "assistant", "content": ""})
+    while "SLOWLY" in str(body["messages"][-1]["content"]):
+        await send({"content": "more "})  # until the gateway cancels the request
+        await asyncio.sleep(_PIECE_S)
+    await send({"reasoning_content": message["reasoning_content"]})
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        await send({"tool_calls": [{**call, "function": {**function, "arguments": ""}}]})
+        for piece in function["arguments"].partition(":"):
+            await send({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]})
+    for piece in (message["content"] or "").partition(" "):
+        await send({"content": piece})
+    await send({}, reason)
+    await connection.send_body(event({**_head(body), "choices": [], "usage": _usage(body)}) + DONE)
+    await connection.end_body()
 
 
 def _tokens(body: Mapping[str, Any]) -> int:

@@ -17,9 +17,9 @@ from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, report
 from paceline.request.constraint import Constraint, ConstraintKind
 from tests.support.engine_answers import generation_for
-from workers.demo import CHECKPOINT
+from tests.support.served_engine import running_engine
 from workers.engine.engine import Engine
-from workers.engine.types import Delta, EngineSettings, Finished
+from workers.engine.types import Delta, Finished
 
 REPETITIONS: Final = 9
 FLAGS: Final[dict[str, Any]] = {f"field_number_{at}": {"type": "boolean"} for at in range(8)}
@@ -76,11 +76,8 @@ async def measure(engine: Engine) -> Grid:
 
 def main() -> None:
     logging.disable()
-    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
+    with running_engine() as engine:
         grid = asyncio.run(measure(engine))
-    finally:
-        engine.stop()
     about = f"{provenance()}; medians of {REPETITIONS} runs each, taken in turn."
     report("constrained.md", "Constrained answers", about, grid)
 

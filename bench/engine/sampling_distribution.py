@@ -24,9 +24,10 @@ from bench.harness.tables import Grid, provenance, report
 from paceline.protocol import Speculation
 from paceline.request.profile import Sampling
 from tests.support.engine_answers import answer
+from tests.support.served_engine import running_engine
 from tools.demo_model.world import SYSTEM_OPENINGS
 from workers.engine.engine import Engine
-from workers.engine.types import EngineSettings, LaneName, Prompt
+from workers.engine.types import LaneName, Prompt
 
 TOKENS: Final = 7
 TOP_K: Final = 4
@@ -181,19 +182,11 @@ def main() -> None:
     made = parser("engine.sampling_distribution", __doc__, model=True)
     made.add_argument("--draws", type=int, default=20_000, help="of each kind")
     options = made.parse_args()
-    settings = EngineSettings(
-        model=options.model.resolve(),
-        served_name="bench",
-        lanes=(LaneName.TEXT_MTP,),
-        max_rows=CONCURRENCY,
-    )
+    sizes = {"lanes": (LaneName.TEXT_MTP,), "max_rows": CONCURRENCY}
     draws = QUICK_DRAWS if options.quick else options.draws
     started_s = time.perf_counter()
-    engine = Engine.start(settings)
-    try:
+    with running_engine(options.model.resolve(), **sizes) as engine:
         grid, passed = asyncio.run(measure(engine, draws, check_control=not options.quick))
-    finally:
-        engine.stop()
     about = (
         f"{provenance()}, {(time.perf_counter() - started_s) / 60:.0f} minutes. Texts "
         "drawn with drafts are compared with texts drawn without them, with other seeds; the "

@@ -29,9 +29,7 @@ from paceline.protocol import ANSWER_FIELD, TOKENS_LINE
 from tests.support import failover_fleet as one_engine
 from tests.support.failover_fleet import CHAT, Answer
 from tests.support.fault_proxy import Fault
-from workers.demo import CHECKPOINT
-from workers.engine.engine import Engine
-from workers.engine.types import EngineSettings
+from tests.support.served_engine import running_engine
 
 _WORKERS: Final = ("a", "b")
 _EVENTS: Final = 30
@@ -114,9 +112,7 @@ async def _judge_kill(
 async def cut_streams(cuts: int, home: Path, advance: Advance) -> Seen:
     """Cut the connection of a stream at a random byte of its answer, again and again."""
     seen, rng = Seen(), random.Random(7)
-    settings = EngineSettings(model=CHECKPOINT, served_name="demo")
-    engine = await asyncio.to_thread(Engine.start, settings)
-    try:
+    with running_engine() as engine:
         async with one_engine.running_fleet(engine, home) as fleet:
             bodies = {kind: body_of(kind, max_tokens=_TOKENS) for kind in KINDS}
             whole = {kind: (await fleet.ask(CHAT, body)).content for kind, body in bodies.items()}
@@ -130,8 +126,6 @@ async def cut_streams(cuts: int, home: Path, advance: Advance) -> Seen:
                 seen.compared.add(f"cut at byte {at}, {kind}", answer, expected)
                 advance()
             seen.reached = fleet.faults
-    finally:
-        await asyncio.to_thread(engine.stop)
     return seen
 
 

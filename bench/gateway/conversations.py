@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 from rich.progress import track
 
 from bench.harness.options import parser
+from bench.harness.parts import running_redis
 from bench.harness.process_cost import resident_bytes
 from bench.harness.tables import Grid, Target, provenance, report, targets
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -28,7 +29,6 @@ from gateway.state.redis import RedisClient
 from gateway.types import Caller, Inspected, Usage
 from paceline.request.profile import Endpoint, RequestProfile
 from policies.sections import PrefixPolicy
-from tests.support.redis_server import RedisServer
 
 CONVERSATIONS: Final = 200_000
 QUICK_CONVERSATIONS: Final = 2_000
@@ -114,9 +114,7 @@ def measure_index(conversations: int) -> IndexCost:
 
 async def measure_redis(conversations: int, folder: Path) -> int:
     """Send the claims of the last turn of each conversation; return the memory that Redis needs."""
-    server = RedisServer(folder)
-    server.start()
-    try:
+    async with running_redis(folder) as server:
         before_bytes = int(server.client.info("memory")["used_memory"])
         client, index = RedisClient(server.url, 30.0), PrefixIndex(lambda: 1_000_000.0)
         shared = SharedPrefixClaims(client, index)
@@ -127,8 +125,6 @@ async def measure_redis(conversations: int, folder: Path) -> int:
             await shared.exchange()
         await client.close()
         return int(server.client.info("memory")["used_memory"]) - before_bytes
-    finally:
-        server.kill()
 
 
 def main() -> None:
