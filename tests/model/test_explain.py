@@ -50,11 +50,19 @@ SCHEMA = {"type": "json_schema", "name": "x", "schema": {"uniqueItems": True}}
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
-        ({"messages": QUESTION, "guided_json": {"uniqueItems": True}}, "guided_json", UNSUPPORTED),
+        (
+            {"messages": QUESTION, "guided_json": {"uniqueItems": True}},
+            "guided_json.uniqueItems",
+            UNSUPPORTED,
+        ),
         ({"messages": [{"role": "user", "content": LONG}]}, "messages", TOO_LONG),
         ({"prompt": LONG}, "prompt", TOO_LONG),
         ({"messages": QUESTION, "logit_bias": {"999999": 1}}, "logit_bias", "invalid_value"),
-        ({"input": "Count to 3.", "text": {"format": SCHEMA}}, "text.format", UNSUPPORTED),
+        (
+            {"input": "Count to 3.", "text": {"format": SCHEMA}},
+            "text.format.schema.uniqueItems",
+            UNSUPPORTED,
+        ),
         (
             {"messages": [{"role": "user", "content": [AUDIO]}]},
             "messages[0].content[0].type",

@@ -149,7 +149,7 @@ async def test_f03_other_wire_formats_go_on_too(engine: Engine, tmp_path: Path, 
 
 def events_of(received: bytes) -> list[dict[str, Any]]:
     lines = received.split(b"\n")
-    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: ")]
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
 def texts_of(events: list[dict[str, Any]]) -> str:

@@ -148,7 +148,7 @@ class _Checked(httpx.SyncByteStream):
         text = b"".join(pieces).decode()
         if self._events:
             check_stream(text)
-        else:
+        elif text:  # a preflight has none
             check_body(json.loads(text))
 
     def close(self) -> None:
