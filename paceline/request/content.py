@@ -268,7 +268,7 @@ class Content:
     text_chars: int = 0
     continued: str = ""
     """The place of the first mark by which the answer goes on from a message."""
-    inside: Inside = field(default_factory=dict)
+    inside: Inside = field(default_factory=Inside)
 
 
 def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
@@ -283,6 +283,7 @@ def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
     for index, message in enumerate(messages):
         _read_message(message, f"messages[{index}]", found)
         found.continued = found.continued or _mark_of(message, f"messages[{index}]")
+    found.inside.echoed = False
     return found
 
 
@@ -341,8 +342,9 @@ def file_fault(file: Any) -> str:
 def _read_message(message: Any, where: str, found: Content) -> None:
     if not isinstance(message, Mapping):
         raise FieldError(where, "A message must be an object.")
-    check_keys("CHAT messages", message, found.inside, where)
     role = message.get("role")
+    found.inside.echoed = role == "assistant"
+    check_keys("CHAT messages", message, found.inside, where)
     if not isinstance(role, str) or role not in ROLES:
         raise FieldError(f"{where}.role", f"The role must be one of {sorted(ROLES)}.")
     content = message.get("content")

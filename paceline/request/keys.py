@@ -1,7 +1,8 @@
 """What is inside a field counts as the field: the names that its objects may have, on each wire.
 
 A name is read; or it belongs to an answer that comes back, and asks for nothing; or it asks for
-something that changes no answer here, and is listed; or it is an error that names its path.
+something that changes no answer here, and is listed; or it is an error that names its path. In an
+answer of another server any other name is listed too: the history never ends a conversation.
 """
 
 from __future__ import annotations
@@ -63,8 +64,15 @@ MESSAGES output_config: effort format | task_budget
 MESSAGES output_config.format: type schema name
 """
 """By wire and place, the names that are known, and those that are ignored behind the bar."""
-Inside = dict[str, None]
-"""What is ignored inside of the fields of a request, in its order."""
+_SHOWN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LISTED = 64
+
+
+class Inside(dict[str, None]):
+    """What is ignored inside of the fields of a request, in its order."""
+
+    echoed = False
+    """Whether what is checked now is part of an answer that comes back."""
 
 
 KEYS = {
@@ -87,7 +95,8 @@ def check_keys(place: str, given: Any, inside: Inside | None = None, path: str =
     for name, value in given.items():
         if name in known or value is None:
             continue
-        if name not in ignored or inside is None:
+        if inside is None or not (name in ignored or inside.echoed):
             unknown_name = f"{where}.{name[:NAME_CHARS]}"
             raise FieldError(unknown_name, unknown(unknown_name, Wire[wire]))
-        inside[f"{_INDEX.sub('', where)}.{name}"] = None
+        if name in ignored or (len(inside) < _LISTED and _SHOWN_NAME.fullmatch(name)):
+            inside[f"{_INDEX.sub('', where)}.{name}"] = None

@@ -94,7 +94,7 @@ def _read(
     if endpoint is Endpoint.EMBEDDINGS:
         return embeddings_profile(read_embeddings(body, access), ignored)
     if endpoint is Endpoint.RERANK:
-        inside: Inside = {}
+        inside = Inside()
         return rerank_profile(read_rerank(body, access, inside), (*ignored, *inside))
     fields = access(body)
     content = read_content(body, endpoint)

@@ -79,7 +79,7 @@ def read_rerank(
     return RerankRequest(
         model=fields.text("model"),
         query=fields.text("query"),
-        documents=_read_documents(body.get("documents"), {} if inside is None else inside),
+        documents=_read_documents(body.get("documents"), Inside() if inside is None else inside),
         top_n=fields.integer("top_n", None, low=1),
         return_documents=fields.choice("return_documents") is not False,
         truncate=fields.flag("truncate"),

@@ -98,6 +98,7 @@ def to_chat(
     placed = [(one, ["system"]) for one in _system_of(body.get("system"), history.inside)]
     for index, message in enumerate(messages):
         placed += history.messages_of(message, index)
+    history.inside.echoed = False
     chat["messages"] = [message for message, _ in placed]
     if placed and placed[-1][0]["role"] == "assistant":
         last, (at, *_) = placed[-1]
@@ -179,7 +180,7 @@ class _History(Replacements):
         self, messages: Sequence[Any], is_ours: Callable[[str, str], bool], reading: Readable
     ) -> None:
         super().__init__(reading)
-        self.inside: Inside = {}
+        self.inside = Inside()
         """What is ignored inside of fields."""
         self.available: dict[str, bool] = {}
         """By name, the tools that a search has found, or that a message adds or removes."""
@@ -199,6 +200,7 @@ class _History(Replacements):
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ("user", "assistant", "system"):
             raise _wrong(f"{where}.role", "It must be user, assistant or system.")
+        self.inside.echoed = role == "assistant"
         check_keys("MESSAGES messages", message, self.inside, where)
         content = message.get("content")
         # A system message in the middle stays at its place: moved to the front, it would change the

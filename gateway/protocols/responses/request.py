@@ -96,7 +96,7 @@ class ResponsesRequest(NamedTuple):
             return self
         earlier = "previous_response_id" if self.previous_id else "conversation"
         items = [*((earlier, item) for item in history), *_placed(self.items)]
-        return self._replace(tools=read_tools(self.body, items, {}))
+        return self._replace(tools=read_tools(self.body, items, Inside()))
 
 
 @dataclass(slots=True)
@@ -265,7 +265,7 @@ class _Messages(Replacements):
         """Whether all messages so far are system messages."""
         self.places: list[list[str]] = []
         self._unseal = unseal
-        self.inside: Inside = {}
+        self.inside = Inside()
         """What is ignored inside of items."""
         self._reply = _Reply()
         self._behind: list[tuple[str, Json]] = []
@@ -285,7 +285,9 @@ class _Messages(Replacements):
     def read(self, items: Sequence[tuple[str, Item]], *, turn: int) -> None:
         """Add the messages of items, each with its place; those from `turn` on are new."""
         for index, (place, item) in enumerate(items):
+            self.inside.echoed = not _is_clients(item)
             self._read(item, place, new=index >= turn)
+        self.inside.echoed = False
         self._end_reply()
         self._end_results()
 

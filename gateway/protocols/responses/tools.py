@@ -179,7 +179,7 @@ def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]
         with contextlib.suppress(FieldError):
             place = f"{at}.tools[{index}]"
             kind_of(tool, place)
-            yield from _tools_in(tool, place, {})
+            yield from _tools_in(tool, place, Inside())
 
 
 def _tools_in(tool: Mapping[str, Any], at: str, inside: Inside) -> Iterator[tuple[str, Tool]]:

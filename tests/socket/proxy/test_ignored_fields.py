@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.config.static_workers import StaticWorker
@@ -314,3 +315,27 @@ def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(
             error = refused.json()["error"]
             assert "takes" in error["message"]
             assert error.get("param", name) == name
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", *OTHER_WIRES])
+def test_names_that_another_server_gave_its_answer_end_no_conversation(shared, path: str) -> None:
+    """They are listed, as far as a header can hold them; in a client's own message they are not."""
+    odd = {"odd": 1, "a\nb": 2, "x" * 65: 3}
+    part = {"type": "output_text" if path.endswith("responses") else "text", "text": "Yes.", **odd}
+    answer, question = ({"role": role, "content": [part]} for role in ("assistant", "user"))
+    if path.endswith("responses"):
+        answer["type"] = "message"
+
+    def post(*messages: Any) -> httpx.Response:
+        body = {**OTHER_WIRES.get(path, chat_body())}
+        body["input" if path.endswith("responses") else "messages"] = messages
+        return shared.gateway.client.post(path, json=body)
+
+    heard = {"role": "user", "content": "Is it?"}
+    given = post(heard, {**answer, **odd}, heard)
+    assert given.status_code == 200, given.text
+    field = "input" if path.endswith("responses") else "messages"
+    assert given.headers["x-paceline-ignored"] == f"{field}.odd, {field}.content.odd"
+    assert "odd" in post({**question, "role": "user"}).text
+    many = {f"n{at}": at for at in range(5000)}
+    assert len(post(heard, {**answer, **many}, heard).headers["x-paceline-ignored"]) < 4096

@@ -81,11 +81,6 @@ PICTURE = "data:image/gif;base64,R0lGODlhAQABAAAAACw="
                 ]
             },
         ),
-        ("messages[0].tool_calls[0]", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
-        (
-            "messages[0].tool_calls[0].function",
-            {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
-        ),
         ("tools[0]", {"tools": [FUNCTION]}),
         ("tools[0].function", {"tools": [FUNCTION]}),
         ("tool_choice", {"tools": [FUNCTION], "tool_choice": FUNCTION}),
