@@ -93,13 +93,13 @@ def test_a_call_cut_at_any_token_leaves_no_markup(openai_client: OpenAI) -> None
 
 def test_a_cut_call_has_the_same_pieces_at_each_wire(openai_client: OpenAI) -> None:
     function = TOOLS[0]["function"]
-    asked = {"model": "demo", "temperature": 0, "input": "What is the weather in Paris?"}
+    asked: Any = {"model": "demo", "temperature": 0, "input": "What is the weather in Paris?"}
     flat = {"type": "function", **function}
     tool = {"name": function["name"], "input_schema": function["parameters"]}
     for limit in range(1, 100, 3):
         message = openai_client.chat.completions.create(**fields_of(0, max_tokens=limit))
         (call, *_) = message.choices[0].message.tool_calls or [None]
-        arguments = call.function.arguments if call else None
+        arguments: Any = call.function.arguments if call else None
         response = openai_client.responses.create(**asked, tools=[flat], max_output_tokens=limit)
         items = [one for one in response.output if one.type == "function_call"]
         assert [one.arguments for one in items] == ([] if arguments is None else [arguments])
@@ -122,7 +122,8 @@ def test_the_model_calls_allowed_tools_alone_and_its_prompt_stays_the_same(
 ) -> None:
     """The grammar lets it begin no call of another tool, however it samples."""
     stop = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
-    prompts, called = set(), []
+    prompts: set[int] = set()
+    called: set[str] = set()
     for mode in ("auto", "required"):
         for name in ("stop", "get_weather"):
             allowed = [{"type": "function", "function": {"name": name}}]
@@ -132,7 +133,7 @@ def test_the_model_calls_allowed_tools_alone_and_its_prompt_stays_the_same(
                 answer = openai_client.chat.completions.create(**fields_of(index % 4, **given))
                 names = {one.function.name for one in answer.choices[0].message.tool_calls or ()}
                 assert names <= {name}
-                called += names
+                called |= names
                 prompts |= {answer.usage.prompt_tokens} if index == 0 else set()
-    assert {*called} == {"stop", "get_weather"}
+    assert called == {"stop", "get_weather"}
     assert len(prompts) == 1

@@ -14,7 +14,10 @@ from tests.support.running_gateway import RunningGateway, said
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
 WORD = "What is 3 plus 4?"
 WEATHER = "What is the weather in Paris?"
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object"}},
+}
 LONG = ("word " * 40)[:100] + " and more" * 10
 
 
