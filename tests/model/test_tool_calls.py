@@ -94,7 +94,7 @@ def test_a_call_cut_at_any_token_leaves_no_markup(openai_client: OpenAI) -> None
 def test_a_cut_call_has_the_same_pieces_at_each_wire(openai_client: OpenAI) -> None:
     function = TOOLS[0]["function"]
     asked: Any = {"model": "demo", "temperature": 0, "input": "What is the weather in Paris?"}
-    flat = {"type": "function", **function}
+    flat: Any = {"type": "function", **function}
     tool = {"name": function["name"], "input_schema": function["parameters"]}
     for limit in range(1, 100, 3):
         message = openai_client.chat.completions.create(**fields_of(0, max_tokens=limit))
