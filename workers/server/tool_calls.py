@@ -355,7 +355,7 @@ class ToolCallSplitter:
             out.append(piece)
         else:
             self._left_out += 1
-            logger.info("calls.left_out")
+            logger.warning("calls.left_out")
 
 
 FORCED_CALLS: Final = ToolFormat("\0", opened=True, skip=("]", ","))
