@@ -96,7 +96,8 @@ class CodedBody:
             run = asyncio.get_running_loop().run_in_executor
             piece: bytes = await run(_THREAD, decoder.decompress, self._part, _STEP_BYTES)
         except (zlib.error, zstd.ZstdError) as error:
-            raise self._invalid(f"The body is not valid {self._coding} data.") from error
+            larger = ", or has a window of more than 8 MiB" * (self._coding == "zstd")
+            raise self._invalid(f"The body is not valid {self._coding} data{larger}.") from error
         self._part = decoder.unused_data or getattr(decoder, "unconsumed_tail", b"")
         self._full = len(piece) == _STEP_BYTES and not decoder.eof
         return piece

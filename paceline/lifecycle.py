@@ -13,6 +13,7 @@ from typing import Any
 
 TRIM_INTERVAL_S = 10.0
 """Trimming takes 2 ms, and as long again to get the pages back that are used again."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
 class Shutdown:
@@ -74,4 +75,8 @@ def trim_heap() -> None:
     if sys.platform == "darwin":
         system.malloc_zone_pressure_relief(None, ctypes.c_size_t(0))
     elif hasattr(system, "malloc_trim"):  # glibc has it, musl has not
+        # A freed block of 32 MB would raise both thresholds for good: each thread then keeps up to
+        # 64 MB at the end of its heap, which only a freeing thread gives back, never this call.
+        system.mallopt(_MMAP_THRESHOLD, 1024 * 1024)
+        system.mallopt(_TRIM_THRESHOLD, 128 * 1024)
         system.malloc_trim(ctypes.c_size_t(0))

@@ -53,6 +53,7 @@ def attacked_worker(home: Path, port: int, gateway_port: int | None = None) -> P
     if JEMALLOC is not None:
         preloaded = (JEMALLOC, preload().get("LD_PRELOAD"))
         environment["LD_PRELOAD"] = ":".join(filter(None, preloaded))
+        environment["MALLOC_CONF"] = "background_thread:true"  # else idle threads keep free pages
     flags = ("--prefix-cache-gb", "0", "--prefix-cache-bytes", _CACHE_BYTES, *joins)
     return worker_part(home, port, "--context", _CONTEXT_TOKENS, *flags, environment=environment)
 

@@ -14,7 +14,10 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.assembly import TIMING, Timing
+from gateway.cluster import sync
 from gateway.fleet import health as control
+from gateway.fleet import registry
+from gateway.fleet import worker as fleet_worker
 from gateway.state.redis import RedisClient
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy
@@ -34,6 +37,8 @@ QUICK = Timing(
     redis_admin_deadline_s=TEST_DEADLINE_S,
 )
 """Of gateways in tests that wait for an exchange, and are not about deadlines."""
+SILENCE_S = 60.0
+"""How long a worker may send no heartbeat in tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +58,13 @@ def remove_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def long_status_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthen the timeout of worker reports for a machine that runs other tests too."""
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 5.0)
+
+
+@pytest.fixture(autouse=True)
+def long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep a worker that has joined by hand, for seven seconds are short on a busy machine."""
+    for module in (fleet_worker, registry, sync):
+        monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", SILENCE_S)
 
 
 @pytest.fixture(scope="session")

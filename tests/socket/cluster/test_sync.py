@@ -14,9 +14,8 @@ from pydantic import SecretStr
 
 from gateway.assembly import TIMING
 from gateway.fleet import registry
-from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from tests.support.fake_clock import MovedClock
-from tests.support.gateway_fixtures import QUICK, MakeClusterGateway, remove_settings
+from tests.support.gateway_fixtures import QUICK, SILENCE_S, MakeClusterGateway, remove_settings
 from tests.support.heartbeats import repeated
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.redis_server import RedisServer
@@ -54,7 +53,7 @@ def test_a_worker_registered_at_one_gateway_serves_all_until_it_deregisters(
 @pytest.fixture
 def moved_pair(make_cluster_gateway, monkeypatch) -> tuple[Pair, MovedClock]:
     """Return two gateways and their clock, whose moves are no stalls of an event loop."""
-    monkeypatch.setattr(registry, "_STALL_S", 60.0)
+    monkeypatch.setattr(registry, "_STALL_S", 2 * SILENCE_S)
     clock = MovedClock()
     timing = replace(QUICK, clock=clock)
     return (make_cluster_gateway(timing), make_cluster_gateway(timing)), clock
@@ -65,7 +64,7 @@ def test_a_crashed_worker_is_unavailable_at_all_gateways(moved_pair) -> None:
     with running_worker() as crashing:
         first.join(crashing)
         wait_until(lambda: is_ready(second))
-    clock.advance(HEARTBEAT_TIMEOUT_S)
+    clock.advance(SILENCE_S)
     wait_until_all((first, second), lambda one: not one.status()["pools"]["vlm"]["slots"])
 
 
@@ -76,7 +75,7 @@ def test_a_worker_stays_available_after_its_gateway_shut_down(moved_pair, worker
     first.shut_down()
     for _ in range(2):  # each shorter than the heartbeat timeout, and longer together
         asked = len(worker.authorizations)
-        clock.advance(HEARTBEAT_TIMEOUT_S * 0.6)
+        clock.advance(SILENCE_S * 0.6)
         wait_until(lambda asked=asked: len(worker.authorizations) > asked)  # type: ignore[misc]
     wait_until(lambda: second.chat().status_code == 200)
 

@@ -1,6 +1,9 @@
 """Periodic jobs: they run independently, and a repeated error is logged once."""
 
 import asyncio
+import ctypes
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -70,3 +73,33 @@ def test_a_gateway_gives_back_its_heap_every_ten_seconds(tmp_path, monkeypatch) 
     monkeypatch.setattr(assembly, "TRIM_INTERVAL_S", 0.01)
     with RunningGateway(make_settings(tmp_path)):
         assert trimmed.wait(60)
+
+
+KEEPER = """
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from paceline.lifecycle import trim_heap
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+def work():
+    for _ in range(2):
+        [b"x" * 20_000_000 for _ in range(2)]
+
+bytearray(b"x" * 32_000_000)
+trim_heap()
+with ThreadPoolExecutor(1) as thread:
+    thread.submit(int).result()
+    before = resident_bytes()
+    thread.submit(work).result()
+    trim_heap()
+    print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc's heap")
+def test_c16_what_a_thread_has_freed_of_large_bodies_goes_back_to_the_system() -> None:
+    """In a process of its own: that of the tests has set its thresholds."""
+    kept = subprocess.run([sys.executable, "-c", KEEPER], capture_output=True, check=True)
+    assert int(kept.stdout) < 10_000_000, "42 MB with the thresholds that a large block has raised"
