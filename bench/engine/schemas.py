@@ -22,9 +22,9 @@ from paceline.request.constraint import Constraint, ConstraintKind
 from paceline.request.profile import Sampling
 from tests.support.engine_answers import answer
 from tests.support.schemas import Schema, keywords, schemas
-from workers.demo import CHECKPOINT
+from tests.support.served_engine import running_engine
 from workers.engine.engine import Engine
-from workers.engine.types import EngineSettings, FinishReason, InvalidGeneration
+from workers.engine.types import FinishReason, InvalidGeneration
 
 MAX_TOKENS = 512
 PENALTY = 1.0
@@ -122,11 +122,8 @@ def main() -> None:
     made.add_argument("--count", type=int, default=2000)
     total = made.parse_args().count
     asked = draw_schemas(total)
-    engine = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
+    with running_engine() as engine:
         outcomes = asyncio.run(ask_each(engine, asked))
-    finally:
-        engine.stop()
     bad = [one for one in zip(asked, outcomes, strict=True) if one[1][0] in OUTCOMES[-2:]]
     for schema, (kind, detail) in bad:
         show(f"{kind}: {json.dumps(schema)}\n    {detail}")
