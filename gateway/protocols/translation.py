@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gateway import errors
 from gateway.protocols.base import renamed
@@ -26,6 +26,8 @@ _IN_LIST = re.compile(
 class Chat(ABC):
     """A request for `/v1/chat/completions`."""
 
+    names: ClassVar[Mapping[str, str]] = {}
+    """The field of the wire behind each field of the chat that it has under another name."""
     body: Json
     places: Sequence[Sequence[str]] = ()
     """Of each message, the place in the client's request, then those of its parts."""
@@ -101,7 +103,8 @@ class TranslatingFormat(WireFormat):
             raise errors.ToolUnserved(kind, param=f"{at}.type")
         try:
             inspected = self._inspect_openai(chat.body, context)
-        except FieldError as error:
+        except FieldError as chat_error:
+            error = chat_error.spelled({name: chat.param(name) for name in chat.names})
             invalid = errors.FieldInvalid(error.message, param=error.param)
             raise renamed(invalid, chat.param) from None
         self._param = chat.param

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Readable, pdf_of
@@ -47,6 +47,7 @@ _BETWEEN_TEXTS = "\n\n"
 class MessagesChat(Chat):
     """A request for a message as a chat."""
 
+    names: ClassVar[Mapping[str, str]] = _CHAT_NAMES
     applied_edits: Sequence[Json] | None = None
     """What `context_management` cleared; None if the request has no such field."""
     breakpoint_in: str = ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Document, Readable, pdf_of, pdfs_in
@@ -103,6 +103,7 @@ class ResponsesRequest(NamedTuple):
 class ResponsesChat(Chat):
     """A request for a response as a chat."""
 
+    names: ClassVar[Mapping[str, str]] = _CHAT_NAMES
     grammars: Mapping[str, TextGrammar] = field(default_factory=dict)
     """Those of the tools, by the names of the functions."""
 
