@@ -87,6 +87,7 @@ SUITE: Final[Mapping[str, Test]] = {
     ),
 }
 MORE: Final[Mapping[str, Test]] = {
+    "both penalties": Test({"input": "Hi", "presence_penalty": 0.5, "frequency_penalty": 0.5}),
     "reasoning that is summarised": Test(
         {"input": "Hi", "reasoning": {"effort": "low", "summary": "auto"}}, stream=True
     ),

@@ -203,6 +203,10 @@ FIELDS: dict[str, tuple[Json, Json]] = {
         {"text": {"format": {"type": "json_object"}, "verbosity": "low"}},
     ),
     "no penalties": ({}, {"presence_penalty": 0, "frequency_penalty": 0}),
+    "penalties": (
+        {"presence_penalty": 0.5, "frequency_penalty": -1},
+        {"presence_penalty": 0.5, "frequency_penalty": -1},
+    ),
     "effort": (
         {"reasoning": {"effort": "minimal"}},
         {"reasoning": {"effort": "minimal", "summary": None}},
