@@ -37,11 +37,12 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Let Hypothesis make its table of characters, which takes 200 MB, while a process is small.
+    """Let Hypothesis make its tables of characters, which takes 200 MB, while a process is small.
 
-    The first process of a new checkout writes it into a folder, where the others read it.
+    The first process of a new checkout writes them into a folder, where the others read them.
     """
     charmap.charmap()
+    charmap.intervals_from_codec("utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -30,7 +30,6 @@ from bench.attack.attack import Target as Attacked
 from bench.attack.bodies import CostlyGrammars, HostileBodies, WireFormats
 from bench.attack.budgets import Budgets
 from bench.attack.floods import Floods
-from bench.attack.front import Front
 from bench.attack.full_disk import FullDisk
 from bench.attack.header_values import HeaderValues
 from bench.attack.kills import Kills
@@ -49,7 +48,7 @@ _AT_TARGET: Final[tuple[type[Attack], ...]] = (
     *(RawHttp, Floods, Origins, LyingAnswers, EarlyHeads, LyingReports, HostileBodies, WireFormats),
     *(SlowClients, Budgets, HeaderValues, CostlyGrammars, LargeBodies, HugePrompts),
 )
-_OF_THEIR_OWN: Final[tuple[type[Attack], ...]] = (Kills, FullDisk, Front)
+_OF_THEIR_OWN: Final[tuple[type[Attack], ...]] = (Kills, FullDisk)
 """Attacks that start processes of their own, because they kill them or fill their disk."""
 _NAMES: Final = tuple(kind.name for kind in (*_AT_TARGET, *_OF_THEIR_OWN))
 _GROWTH_MB: Final = 20.0

@@ -19,7 +19,7 @@ _LAST_EVENTS: Final = {
     MESSAGES: ("message_stop",),
     RESPONSES: ("response.completed", "response.incomplete", "response.failed"),
 }
-"""Names of the events that end a stream, by path."""
+"""Names of the events that end a stream, by path; Responses has a `[DONE]` behind them."""
 _DONE: Final = b"data: [DONE]\n\n"
 _READ_BYTES: Final = 1 << 16
 _ANSWER_S: Final = 120.0
@@ -55,8 +55,9 @@ class Answer:
     @property
     def stream_error(self) -> str:
         """Return the code of the error event that ends a stream, or an empty string."""
-        events = self.body.rstrip(b"\n").split(b"\n\n") if self.streamed else []
-        for event in events[-3:]:  # the failed response and the end come behind its error
+        body = self.body.removesuffix(_DONE).rstrip(b"\n")
+        events = body.split(b"\n\n") if self.streamed else []
+        for event in events[-2:]:  # the failed response comes behind its error
             name, _, data = event.rpartition(b"data: ")
             if b"event: error" in name or data.startswith(b'{"error":'):
                 try:
@@ -190,13 +191,9 @@ class Connection:
 
 
 @contextlib.asynccontextmanager
-async def connection(
-    port: int, *, limit: int = _READ_BYTES, host: str = "127.0.0.1", local: str = ""
-) -> AsyncIterator[Connection]:
-    """Open a connection, from a local address if one is named, and abort it at the end."""
-    reader, writer = await asyncio.open_connection(
-        host, port, limit=limit, local_addr=(local, 0) if local else None
-    )
+async def connection(port: int, *, limit: int = _READ_BYTES) -> AsyncIterator[Connection]:
+    """Open a connection, and abort it at the end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=limit)
     try:
         yield Connection(reader, writer)
     finally:

@@ -1,10 +1,10 @@
 """Streams that go on at another worker: workers killed, asleep and cut off.
 
 `python -m bench.failover` kills real workers with the demo model while they stream, cuts their
-connections at chosen bytes by a proxy, stops their processes as sleep does, cuts their links in a
-network namespace (as root on Linux), and kills one of two gateways behind nginx. Each stream must
-equal the one without a failure: its texts, ids, usage and draft counts. It also measures the first
-token after a kill beside the survivor's own.
+connections at chosen bytes by a proxy, stops their processes as sleep does, and cuts their links in
+a network namespace (as root on Linux). Each stream must equal the one without a failure: its texts,
+ids, usage and draft counts. It also measures the first token after a kill, beside that of the
+survivor itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from bench.failover import failures
 from bench.failover.failures import Advance, Seen
-from bench.failover.gateways import kill_gateways
 from bench.failover.streams import Comparison
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.options import parser
@@ -106,19 +105,6 @@ async def _silence(
     return part
 
 
-async def _gateways(size: int, home: Path, advance: Advance) -> Part:
-    part = Part()
-    seen = await asyncio.to_thread(kill_gateways, size, home, advance)
-    part.add("one of two gateways killed: kills", str(size))
-    name = "until the next request was answered, worst"
-    part.at_most(name, max(seen.next_s), 1, "{:.3f} s")
-    name, failed = "requests begun in the 3 s after a kill that failed", seen.failed
-    part.add(name, f"{failed} of {seen.begun}", "0", met=not failed)
-    part.add("requests of the killed gateways that failed", str(seen.interrupted))
-    part.notes += seen.notes
-    return part
-
-
 Measure = Callable[[int, Path, Advance], Coroutine[Any, Any, Part]]
 _ASLEEP: Final = partial(_silence, "workers asleep (SIGSTOP)", failures.sleeping_workers)
 _CUT_OFF: Final = partial(_silence, "links cut (network namespace)", failures.cut_links)
@@ -127,7 +113,6 @@ PARTS: Final[Mapping[str, tuple[str, int, int, Measure]]] = {
     "cuts": ("cuts", 900, 4, _cuts),
     "sleeps": ("silences", 3, 1, _ASLEEP),
     "links": ("silences", 3, 1, _CUT_OFF),
-    "gateways": ("gateways", 4, 1, _gateways),
 }
 """The option of the size of each part, the size in a whole and in a quick run, and the part."""
 

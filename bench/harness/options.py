@@ -23,9 +23,8 @@ def parser(
         return resolved
 
     made = argparse.ArgumentParser(prog=f"python -m bench.{module}", description=description)
-    names = ("--folder", "--log-dir", "--venv-dir", "--venvs")
     # The default is a string, so that it is converted.
-    made.add_argument(*names, type=folder, default=str(CACHE), help="environments and logs")
+    made.add_argument("--folder", type=folder, default=str(CACHE), help="environments and logs")
     if quick:
         about = "check that everything runs; write no results"
         made.add_argument("--quick", action="store_true", help=about)
