@@ -280,7 +280,8 @@ def test_an_error_in_a_schema_names_its_place_at_each_wire(openai_client: OpenAI
     at = "$defs.D.items.type"
     fine = {"name": "f", "parameters": closed(), "strict": True}
     bad = {"name": "bad", "parameters": schema, "strict": True}
-    form = {"type": "json_schema", "name": "x", "schema": schema}
+    named = {"name": "x", "schema": schema}
+    form = {"type": "json_schema", **named}
     chat: Any = {"messages": QUESTION}
     tools = [{"type": "function", "function": one} for one in (fine, bad)]
     only = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": tools[1:]}}
@@ -291,7 +292,7 @@ def test_an_error_in_a_schema_names_its_place_at_each_wire(openai_client: OpenAI
         ("chat/completions", chat | {"tools": tools}, f"tools[1].function.parameters.{at}"),
         ("chat/completions", chat | {"tools": tools, "tool_choice": only},
          f"tools[1].function.parameters.{at}"),
-        ("chat/completions", chat | {"response_format": FORMAT | {"json_schema": form}},
+        ("chat/completions", chat | {"response_format": FORMAT | {"json_schema": named}},
          f"response_format.json_schema.schema.{at}"),
         ("chat/completions", chat | {"guided_json": json.dumps(schema)}, f"guided_json.{at}"),
         ("completions", {"prompt": "x", "structured_outputs": {"json": schema}},

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gateway.config.static_workers import StaticWorker
-from gateway.fleet import engine_watch
+from gateway.fleet import engine_watch, registry
+from gateway.fleet import worker as fleet_worker
 from tests.support.gateway_fixtures import ready_workers
 from tests.support.http_server import Request, ServerConnection
 from tests.support.recorded_engine import RecordedEngine
@@ -67,6 +68,8 @@ def test_f84_engines_that_list_their_models_in_two_seconds_join(gateway: Running
 def test_f84_answered_requests_prove_that_an_engine_lives(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(engine_watch, "HEARTBEAT_INTERVAL_S", 0.02)
     monkeypatch.setattr(engine_watch, "READ_TIMEOUT_S", 0.2)
+    for module in (fleet_worker, registry):
+        monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", 7.0)
     server = SilentLists()
     socket = RecordedEngine("omlx").socket
     url = f"http://127.0.0.1:{socket.getsockname()[1]}"

@@ -149,14 +149,15 @@ def test_c16_conversations_are_shed_as_requests(tmp_path: Path, worker: Scripted
 
 
 def test_c16_kept_items_have_the_fields_of_their_type_alone(gateway_with_worker) -> None:
-    part = {"type": "input_text", "text": "Hi", "padding": [[]] * 9}
-    made = converse(gateway_with_worker, [part], padding=[[]] * 9).json()
+    part = {"type": "output_text", "text": "Hi", "annotations": [], "padding": [[]] * 9}
+    made = converse(gateway_with_worker, [part], role="assistant", padding=[[]] * 9).json()
     path = f"/v1/conversations/{made['id']}/items"
     new = {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}}
     assert gateway_with_worker.client.post(path, json={"items": [new]}).status_code == 200
     call, item = gateway_with_worker.client.get(path).json()["data"]
     assert call == {"id": call["id"], "type": "shell_call", "call_id": "c1"}
-    assert item["content"] == [{"type": "input_text", "text": "Hi"}]
+    said = {"type": "output_text", "text": "Hi", "annotations": [], "logprobs": []}
+    assert item["content"] == [said]
     assert item.keys() == {"id", "type", "role", "content", "status"}
 
 

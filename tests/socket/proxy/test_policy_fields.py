@@ -169,7 +169,7 @@ def test_limits_of_the_policy_limit_requests(served: Served, admin: PolicyAdmin)
     admin.use(limits={"max_tokens": 99})
     too_many = (400, "max_tokens", "'max_tokens' may be at most 99.")
     assert error_of(gateway.chat(max_tokens=100)) == too_many
-    assert error_of(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
+    assert error_of(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_completion_tokens")
     assert gateway.chat().status_code == gateway.chat(max_completion_tokens=7).status_code == 200
     assert [received.body.get("max_tokens") for received in served.worker.requests] == [99, None]
 
