@@ -81,6 +81,10 @@ class FaultProxy:
 
     async def _close(self) -> None:
         if self._server is not None:
+            # In a server that is closed, asyncio leaves a connection that it has just accepted open.
+            self._loop.remove_reader(self._bound)
+            for _ in range(5):
+                await asyncio.sleep(0)
             self._server.close()
             self._server = None
             self._bound.close()
