@@ -81,7 +81,7 @@ class FaultProxy:
 
     async def _close(self) -> None:
         if self._server is not None:
-            # In a server that is closed, asyncio leaves a connection that it has just accepted open.
+            # A server of asyncio that is closed leaves open what it has just accepted.
             self._loop.remove_reader(self._bound)
             for _ in range(5):
                 await asyncio.sleep(0)
