@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paceline.request.fields import FieldError
+from paceline.request.keys import check_keys
 
 MAX_TOOL_CALLS = "max_tool_calls"
 """Field of OpenAI's Responses: the most calls of an answer."""
@@ -62,6 +63,7 @@ def _allowed_of(choice: Any, names: frozenset[str]) -> tuple[frozenset[str], str
     match choice:
         case {"mode": "auto" | "required" as mode, "tools": [*tools]} if names:
             for index, tool in enumerate(tools):
+                check_keys("CHAT tool_choice", tool, path=f"{_ALLOWED}.tools[{index}]")
                 match tool:
                     case {"function": {"name": str() as name}} if name in names:
                         continue
