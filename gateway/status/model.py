@@ -58,7 +58,8 @@ class MtpOn(StatusModel):
     requested_draft_tokens: NonNegativeInt
     """The configured k, the largest of the present lanes."""
     effective_draft_tokens: NonNegativeInt
-    """The present k; 0 if drafting was measured not to pay at the present batch size."""
+    """The k for a batch of a lane's own rows, the largest of the present lanes; 0 if drafts were
+    measured not to pay there. The lanes share batches, so a larger one may draft less."""
     drafts: NonNegativeInt
     """Number of drafts verified."""
     attempted: NonNegativeInt

@@ -63,12 +63,13 @@ def _allowed_of(choice: Any, names: frozenset[str]) -> tuple[frozenset[str], str
     match choice:
         case {"mode": "auto" | "required" as mode, "tools": [*tools]} if names:
             for index, tool in enumerate(tools):
-                check_keys("CHAT tool_choice", tool, path=f"{_ALLOWED}.tools[{index}]")
+                at = f"{_ALLOWED}.tools[{index}]"
                 match tool:
-                    case {"function": {"name": str() as name}} if name in names:
-                        continue
-                problem = "An allowed tool must be the name of one of 'tools'."
-                raise FieldError(f"{_ALLOWED}.tools[{index}]", problem)
+                    case {"function": {"name": str() as name} as function} if name in names:
+                        check_keys("CHAT tool_choice", tool, path=at)
+                        check_keys("CHAT tool_choice.function", function, path=f"{at}.function")
+                    case _:
+                        raise FieldError(at, "An allowed tool must be the name of one of 'tools'.")
             return frozenset(tool["function"]["name"] for tool in tools), mode
     problem = f"'{_ALLOWED}' must have the mode auto or required, and some of 'tools'."
     raise FieldError(_ALLOWED, problem)

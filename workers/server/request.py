@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from paceline.content_coding import CodedBody, coding_of
+from paceline.content_coding import coding_of, decoding
 from paceline.lifecycle import first_of
 from paceline.names import MODEL_PATTERN
 from paceline.protocol import (
@@ -168,13 +168,13 @@ async def read_content(request: Request, limit_bytes: int) -> bytearray:
     """Return the body of a request; raise `BadRequest`, `BodyTooLarge` or `ClientLeft`."""
     content = bytearray()
     if coding := coding_of(request.scope):
-        coded = CodedBody(
+        receive = decoding(
             *(request.receive, coding, limit_bytes),
             unsupported=CodingRefused,
             invalid=functools.partial(BadRequest, code="invalid_json"),
             too_large=BodyTooLarge,
         )
-        request = Request(request.scope, coded.receive)
+        request = Request(request.scope, receive)
     try:
         async for chunk in request.stream():
             content += chunk

@@ -218,6 +218,20 @@ def test_other_wires_take_the_fields_of_engines_as_a_chat_does(shared: Served, p
         ),
         ("/v1/responses", {"token_sources": True}, "token_sources"),
         ("/v1/responses", {"min_tokens": 9, "max_output_tokens": 8}, "min_tokens"),
+        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"top_logprobs": ""}, "top_logprobs"),
+        ("/v1/responses", {"reasoning": {"effort": ""}}, "reasoning.effort"),
+        (
+            "/v1/responses",
+            {
+                "tools": [{"type": "function", "name": "f"}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "function", "name": "f", "odd": 1}],
+                },
+            },
+            "tool_choice.tools[0].odd",
+        ),
     ],
 )
 def test_an_error_names_a_field_as_the_client_spells_it(
