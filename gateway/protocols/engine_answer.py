@@ -44,11 +44,12 @@ class EngineAnswer:
     """What an engine has told of one answer so far.
 
     `stem` is unique among answers; made ids begin with it. `model` is the name by which the client
-    knows the model.
+    knows the model. With `ends` an answer must tell why it ended.
     """
 
-    def __init__(self, stem: str, model: str, rules: CallRules) -> None:
+    def __init__(self, stem: str, model: str, rules: CallRules, *, ends: bool = True) -> None:
         self._rules = rules
+        self._ends = ends
         self._stem = stem
         self._model = model
         self.renames = False
@@ -68,7 +69,8 @@ class EngineAnswer:
             said, calls = object_in(choice, part), self._calls_of(choice, place)
             changed |= _spell_reasoning(said) or _CALL in said
             given, whole = _take_calls(said), part == "message"
-            reason = _reason_of(choice) if whole or choice.get("finish_reason") else ""
+            ended = (whole and self._ends) or choice.get("finish_reason")
+            reason = _reason_of(choice) if ended else ""
             calls.add(given, whole=whole)
             if formed := [*calls.release(reason)]:
                 choice[part] = {**said, CALLS: formed}

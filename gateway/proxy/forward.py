@@ -483,11 +483,11 @@ class Forwarder:
     @staticmethod
     def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer:
         """Return what gives an answer its form."""
-        inspected = context.checked
+        inspected, own = context.checked, backend.sends_reports
         rules = read_call_rules(inspected.body)
-        if backend.sends_reports:  # a grammar holds its worker to a prescribed call
+        if own:  # a grammar holds its model to a prescribed call
             rules = rules._replace(forced=False)
-        return EngineAnswer(secrets.token_hex(8), inspected.asked_model, rules)
+        return EngineAnswer(secrets.token_hex(8), inspected.asked_model, rules, ends=not own)
 
     def _relay(
         self,

@@ -363,6 +363,11 @@ def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(
             error = refused.json()["error"]
             assert "takes" in error["message"]
             assert error.get("param", name) == name
+    said = {"role": "assistant", "content": "La", "prefix": True}
+    for path, field, mark in MARKED:
+        body = {"model": "demo", field: [{"role": "user", "content": "Sing"}, said]}
+        refused = gateway.client.post(path, json=body)
+        assert (refused.status_code, mark.format(1, "prefix") in refused.text) == (400, True)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", *OTHER_WIRES])
