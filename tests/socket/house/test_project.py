@@ -119,7 +119,7 @@ def test_the_wheel_contains_the_shipped_policies_and_the_demo_model(release: Pat
 
 
 def test_the_wheel_names_its_author_its_repository_and_its_commit(release: Path) -> None:
-    (distribution,) = importlib.metadata.distributions(name="paceline", path=[release / WHEEL])
+    (distribution,) = importlib.metadata.distributions(name="paceline", path=[str(release / WHEEL)])
     facts = distribution.metadata
     assert facts["Author"] == "The Paceline authors"
     assert {classifier.split(" :: ")[0] for classifier in facts.get_all("Classifier") or ()} >= {
