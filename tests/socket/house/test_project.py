@@ -54,14 +54,15 @@ def test_there_is_a_lock_for_each_kind_of_machine_with_hashes_and_without_hosts(
 def test_every_install_is_by_hash_or_of_this_project() -> None:
     """LiteLLM 1.82.7 and 1.82.8 on PyPI were poisoned. `pip wheel` builds with locked packages."""
     files = ("Dockerfile", "Makefile", "README.md", "CONTRIBUTING.md")
-    paths = [*(ROOT / name for name in files), *ROOT.glob("scripts/*"), *ROOT.glob("docs/**/*.md")]
+    paths = [*(ROOT / name for name in files), ROOT / "deploy/install.sh"]
+    paths += [*ROOT.glob("scripts/*"), *ROOT.glob("docs/**/*.md")]
     commands = [
         command
         for path in paths
         if path.is_file()
         for line in path.read_text().replace("\\\n", " ").splitlines()
         for command in re.findall(
-            r"(?:\b(?:pip3?|uv|uv pip|pipx) (?:install|wheel|sync|add)\b"
+            r"(?:\b(?:pip3?|uv|uv pip|pipx|tool) (?:install|wheel|sync|add)\b"
             r'|(?:\b\w+_install|"\$\w+") --(?:require-hashes|no-deps))[^`&|]*',
             line,
         )
@@ -70,10 +71,14 @@ def test_every_install_is_by_hash_or_of_this_project() -> None:
     locked = [command for command in commands if "--require-hashes" in command]
     assert all("--no-deps" in one for one in locked), "pip must not resolve a lock anew"
     own = [one for one in commands if "--no-deps" in one and one not in locked]
-    others = [command for command in commands if command not in (*locked, *own)]
+    wheels = [one for one in commands if re.search(r"^(tool|pipx) .*(whl|\$wheel)", one)]
+    others = [command for command in commands if command not in (*locked, *own, *wheels)]
     assert len(locked) == 6
     assert all("--no-build-isolation" in one or "/wheel/*.whl" in one for one in own)
+    assert all("--constraints" in one for one in wheels if one.startswith("tool"))
     assert others == ["pip install openai"], "a client's own program"
+    named = "".join(path.read_text() for path in paths if path.suffix == ".md")
+    assert set(re.findall(r"paceline-[^ ']*\.whl", named)) == {WHEEL}, "no index has it"
 
 
 def test_locks_are_nested_at_the_same_versions_without_mlx_for_the_gateway_and_without_torch() -> (
