@@ -101,7 +101,9 @@ def test_paceline_up_from_the_wheel_answers_and_serves_its_pages(up, program: Pa
         assert httpx.get(up.url + page, timeout=60).status_code == 200
 
 
-def test_the_processes_of_the_wheel_import_nothing_from_the_folder_that_they_run_in(up) -> None:
+def test_the_processes_of_the_wheel_import_nothing_from_the_folder_that_they_run_in(
+    up, program
+) -> None:
     """Those that read a PDF and try a grammar too."""
     part = {"type": "file", "file": {"filename": "a.pdf", "file_data": base64_pdf(pdf("Hello"))}}
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -113,6 +115,9 @@ def test_the_processes_of_the_wheel_import_nothing_from_the_folder_that_they_run
     }
     answer = httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
+    command = [program, "doctor", "--help"]
+    folder = up.state_dir.parent
+    assert subprocess.run(command, cwd=folder, env=bare_environment(), check=True)
 
 
 @pytest.mark.skipif(not BLAS, reason="OpenBLAS is not installed")
