@@ -1,6 +1,7 @@
 """Hooks of Hatch: a wheel records its commit, and the repository that `scripts/wheel` names."""
 
 import os
+import re
 import runpy
 import tempfile
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
+_LINK = re.compile(r"(\]\()(?!https?:|#)")
+_PICTURE = re.compile(r'(\bsrc(?:set)?=")(?!https?:)')
 _PAGES = {"Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md"}
 
 
@@ -28,10 +31,15 @@ class CommitHook(BuildHookInterface):
 
 
 class RepositoryHook(MetadataHookInterface):
-    """Names the pages of the repository that a release is made in."""
+    """Names the pages of the repository that a release is made in, also in the README of PyPI."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Fill in `urls`."""
-        repository = os.environ.get("PACELINE_REPOSITORY", "")
-        pages = {name: repository + path for name, path in _PAGES.items()} if repository else {}
-        metadata["urls"] = pages
+        """Fill in `urls` and `readme`."""
+        readme = Path(self.root, "README.md").read_text(encoding="utf-8")
+        metadata["urls"] = {}
+        if repository := os.environ.get("PACELINE_REPOSITORY"):
+            metadata["urls"] = {name: repository + path for name, path in _PAGES.items()}
+            tag = f"v{metadata['version']}/"
+            readme = _LINK.sub(rf"\1{repository}/blob/{tag}", readme)
+            readme = _PICTURE.sub(rf"\1{repository}/raw/{tag}", readme)
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme}

@@ -19,6 +19,7 @@ _IN_CLONE = {
     "worker": "scripts/setup worker",
     "otel": ".venv/bin/pip install --require-hashes --requirement locks/dev.txt --no-deps",
 }
+_GIT = "git --git-dir=.git --work-tree=. describe --always --dirty --exclude=* --abbrev=12"
 _GIT_TIMEOUT_S = 10.0
 
 
@@ -34,8 +35,8 @@ def commit_of(clone: Path) -> str:
     if not (clone / ".git").exists():
         return ""
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"],  # noqa: S607
+        return subprocess.run(  # noqa: S603  # our own words
+            _GIT.split(),
             cwd=clone,
             capture_output=True,
             check=True,

@@ -17,8 +17,9 @@ from paceline.terminal import printable
 
 
 def restart_with_blas(module: str) -> None:
-    """On Linux, restart this process once as `python -m module` under OpenBLAS."""
-    if sys.platform == "linux" and "WITH_BLAS" not in os.environ:
+    """On Linux, restart this process once as `python -m module` under OpenBLAS; not for help."""
+    already = {"WITH_BLAS", COMPLETION_VARIABLE} & {*os.environ}
+    if sys.platform == "linux" and not (already or {"-h", "--help"} & {*sys.argv}):
         script = str(Path(__file__).with_name("with-blas"))
         python = [sys.executable, "-P", "-m", module, *sys.argv[1:]]
         os.execv("/bin/sh", ["/bin/sh", script, *python])  # noqa: S606

@@ -135,6 +135,12 @@ def test_the_wheel_names_its_author_its_repository_and_its_commit(release: Path)
         f"Issues, {REPOSITORY}/issues",
         f"Changelog, {REPOSITORY}/blob/main/CHANGELOG.md",
     ]
+    readme = distribution.read_text("METADATA") or ""
+    links = re.findall(r'\]\((?!#)([^)]*)|src(?:set)?="([^"]*)', readme)
+    assert len(links) > 20
+    assert all("".join(link).startswith("https://") for link in links)
+    assert f'src="{REPOSITORY}/raw/v{VERSION}/docs/request.svg"' in readme
+    assert f"]({REPOSITORY}/blob/v{VERSION}/docs/install.md)" in readme
     commit = distribution.read_text(COMMIT_FILE)
     assert commit == commit_of(ROOT) != ""
 

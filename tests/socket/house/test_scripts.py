@@ -274,7 +274,7 @@ OPENBLAS = [*Path("/usr/lib").glob("*/openblas-pthread/libblas.so.3")]
 @pytest.mark.parametrize("module", ["workers", "workers.doctor", "workers.group.rank"])
 def test_each_program_that_computes_restarts_itself_under_openblas_once(module: str) -> None:
     process = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
+        [sys.executable, "-m", module, "--no-such-option"],
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "OPENBLAS_VERBOSE": "2", "LD_DEBUG": "files"},
         stdin=subprocess.DEVNULL,
