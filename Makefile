@@ -19,13 +19,14 @@ test: ## set up what is missing, then run the tests (ARGS="tests/socket -k strea
 proofs: ## run the long searches for counterexamples that `make test` samples
 	@$(MAKE) --no-print-directory test ARGS="-m proof $(ARGS)"
 
-check: ## lint, format, types, import contracts and prose
+check: ## lint, format, types, import contracts, prose and links
 	@scripts/setup dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tools.prose
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: ## print the benchmarks
 	@scripts/setup dev
