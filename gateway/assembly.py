@@ -56,6 +56,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
 from paceline.http import CHECK_S
+from paceline.installation import install_command
 from paceline.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
 from paceline.protocol import KEEPALIVE_S
 from policies.document import PolicyDocument, PolicyInvalid, Problem
@@ -362,7 +363,6 @@ def _traces(settings: Settings) -> Traces | None:
     except ImportError:
         raise StartupError(
             "PACELINE_TRACES needs the OpenTelemetry packages; install them with "
-            "`pip install --require-hashes --requirement locks/dev.txt --no-deps` in the folder of "
-            "Paceline."
+            f"`{install_command('otel')}`."
         ) from None
     return Traces()

@@ -133,12 +133,22 @@ _SERVING = (
 )
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        from paceline.installation import describe_version  # noqa: PLC0415  # seldom needed
+
+        click.echo(f"{PROGRAM} {describe_version()}")
+        ctx.exit()
+
+
 @click.group(PROGRAM, cls=_Group, context_settings={**CONTEXT})
-@click.version_option(
-    package_name="paceline",
-    prog_name=PROGRAM,
-    message="%(prog)s %(version)s",
-    help="Print the version.",
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and its commit.",
 )
 def paceline() -> None:
     """One OpenAI-compatible endpoint over all of a team's Macs."""
@@ -178,7 +188,12 @@ def _read_settings(given: Mapping[str, str | None]) -> Settings:
 
 
 def _up(model: str | None, **given: str | None) -> int:
+    from gateway.errors import StartupError  # noqa: PLC0415  # not for help
+    from paceline.installation import missing_worker  # noqa: PLC0415
+
     settings = _read_settings(given)
+    if lack := missing_worker():
+        raise StartupError(lack)
     click.echo("Starting the gateway ...")  # to import it takes some seconds
     return _run("up", "run", settings=settings, model=model, config=given["config"])
 
@@ -202,7 +217,7 @@ class _EngineCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> NoReturn:
         arguments = [] if ctx.obj is None else ctx.obj[1:]
-        os.execv(sys.executable, [sys.executable, "-m", self._module, *arguments])  # noqa: S606
+        os.execv(sys.executable, [sys.executable, "-P", "-m", self._module, *arguments])  # noqa: S606
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> NoReturn:  # noqa: ARG002
         self.invoke(ctx)

@@ -135,7 +135,7 @@ class _WorkerRunner:
         gateway_url = self._local_address
         name = name_of_host(socket.gethostname()) or "local"
         command = (
-            *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
+            *(sys.executable, "-P", "-m", "workers", "--leash", "--port", "0"),
             *("--id", name, "--join", gateway_url),
             *self.worker_flags,
         )
