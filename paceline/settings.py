@@ -12,8 +12,11 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 
 from paceline.error_messages import closest, message_of
+from paceline.terminal import TERMINAL_VARIABLE, printable
 
 _DEFAULT_FILE = Path("paceline.yaml")
+# Variables that are no settings: of both processes, of a stack with Docker, and of clients.
+_OTHERS = ("PACELINE_CONFIG", TERMINAL_VARIABLE, "PACELINE_PUBLISH", "PACELINE_KEY")
 _NO_ALIASES: Mapping[str, str] = {}
 
 AnySettings = TypeVar("AnySettings", bound=BaseSettings)
@@ -58,6 +61,23 @@ def load_layered(
         return Layered(**flags)
     except ValidationError as invalid:
         raise InvalidSettings(_describe(invalid, settings, flags, section, flag_names)) from None
+
+
+def unknown_variables(settings: type[BaseSettings]) -> list[str]:
+    """Return a warning for each variable that is named like one of these settings and is none."""
+    prefix = settings.model_config.get("env_prefix", "")
+    known = [f"{prefix}{name.upper()}" for name in settings.model_fields]
+    warnings = []
+    for name in sorted(os.environ):
+        rest = name.upper().removeprefix(prefix)
+        if name.upper() in (rest, *known, *_OTHERS) or rest.endswith("_API_KEY"):
+            continue
+        if rest.startswith("WORKER_"):  # those of a worker, which warns of them
+            continue
+        near = closest(rest.lower(), settings.model_fields).upper()
+        advice = f"did you mean {prefix}{near}?" if near else "and it has no effect."
+        warnings.append(f"{printable(name[:128])} is no setting, {advice}")
+    return warnings
 
 
 def _file_source(

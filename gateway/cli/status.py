@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console, Group
@@ -16,6 +17,15 @@ _LOAD = ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step")
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
+
+
+_LONG_TOKENS = 1000
+"""Of a prompt that takes long to read."""
+_ABSENCES = {
+    "restarting": "stopped at {since}; it is being started again.",
+    "silent": "has sent nothing since {since}. It may be asleep, switched off or cut off.",
+    "left": "signed off at {since}.",
+}
 
 
 def run(*, url: str, as_json: bool) -> int:
@@ -43,9 +53,11 @@ def _render(state: Mapping[str, Any]) -> Group:
     for what, why in (
         ("The policy file is not in force", state["policy"]["file_problem"]),
         ("This gateway does not share all state with others", state["store"]["problem"]),
+        ("Edits are refused", state["store"].get("file_problem", "")),
     ):
         if why:
             lines.append(Text(f"{what}: {why}", style="red"))
+    lines += [line for name, one in state["workers"].items() for line in _trouble(name, one)]
     pools = plain_table("Pool", "Workers", no_wrap=("Pool",), numbers=_LOAD)
     for name, pool in state["pools"].items():
         pools.add_row(name, str(len(pool["workers"])), *_load(pool))
@@ -62,6 +74,32 @@ def _headline(state: Mapping[str, Any]) -> Text:
         f" for {gateway['uptime_s']:.0f} s, {gateway['requests_in_flight']} in flight, "
         f"{state['decisions']['total']} routed; bypassed the speculative lane: {bypassed}",
     )
+
+
+def _trouble(name: str, worker: Mapping[str, Any]) -> list[Text]:
+    """Return why a worker gets no requests, or the prompts that it reads, if there are any."""
+    kind, since = worker["absence"]["kind"], worker["absence"]["unix_s"]
+    start, reason = worker["start"]["description"], worker["ejection"]["reason"]
+    if kind in _ABSENCES:
+        time = datetime.fromtimestamp(int(since)).astimezone().isoformat(sep=" ")
+        style = "dim" if kind == "left" else "red"
+        return [Text(f"{name} {_ABSENCES[kind].format(since=time)}", style=style)]
+    if worker["problem"]:
+        return [Text(f"{name}: {worker['problem']}", style="red")]
+    if reason:
+        return [Text(f"{name} gets no requests for a while: {reason}.", style="red")]
+    if start:
+        return [Text(f"{name} is starting: {start}.", style="yellow")]
+    return [
+        Text(f"{name} reads prompts, {tokens:,} tokens more{_left(lane, tokens)}.", style="dim")
+        for lane in worker["lanes"].values()
+        if (tokens := lane["pending_prefill_tokens"]) >= _LONG_TOKENS
+    ]
+
+
+def _left(lane: Mapping[str, Any], tokens: int) -> str:
+    speed = lane["prefill_tokens_per_s"]
+    return f", for about {tokens / speed:.0f} s" if speed else ""
 
 
 def _workers(workers: Mapping[str, Any]) -> Table:
