@@ -136,13 +136,12 @@ class Gateway:
             self.counters: CounterStore = MemoryCounters(self.accounting.take_pending)
             self.control = ReportClient(self.paceline, self.fleet, self.counters)
             self.expiring_records: ExpiringRecords = MemoryRecords(clock, memory)
-            folder, name = settings.state_dir.expanduser(), str(settings.port)
-            known = KnownWorkers(folder, name, self.fleet, self.control, clock=clock, wall=wall)
+            kept = FileRecords(settings.state_dir.expanduser() / "workers.json")
+            place = kept, str(settings.port)
+            known = KnownWorkers(*place, self.fleet, self.control, clock=clock, wall=wall)
+            keep = (known.keep,)
             self.cluster_sync = ClusterSync(
-                records,
-                read_workers=known.recall,
-                exchanges=(known.keep,),
-                final_exchanges=(known.keep,),
+                records, known.recall, exchanges=keep, final_exchanges=keep
             )
         else:
             self.expiring_records = SharedExpiringRecords(redis, self.sealer)
@@ -196,6 +195,7 @@ class Gateway:
         token = SharedJoinToken(redis, join_token)
         self.cluster_sync = ClusterSync(
             self._records,
+            peers.exchange,
             redis=redis,
             join_token=token,
             rate_limits=limits,
@@ -203,7 +203,6 @@ class Gateway:
                 *(token.exchange, counters.exchange, limits.exchange, claims.exchange),
                 *(peers.exchange, recent_errors.exchange, peers.probe_silent),
             ),
-            read_workers=peers.exchange,
             final_exchanges=(counters.exchange, recent_errors.exchange, limits.leave),
         )
 

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 
 from paceline.error_messages import closest, message_of
-from paceline.terminal import TERMINAL_VARIABLE, printable
+from paceline.terminal import printable
 
 _DEFAULT_FILE = Path("paceline.yaml")
 # Variables that are no settings: of both processes, of a stack with Docker, and of clients.
-_OTHERS = ("PACELINE_CONFIG", TERMINAL_VARIABLE, "PACELINE_PUBLISH", "PACELINE_KEY")
+_OTHERS = ("config", "terminal", "publish", "key")
 _NO_ALIASES: Mapping[str, str] = {}
 
 AnySettings = TypeVar("AnySettings", bound=BaseSettings)
@@ -65,16 +65,15 @@ def load_layered(
 
 def unknown_variables(settings: type[BaseSettings]) -> list[str]:
     """Return a warning for each variable that is named like one of these settings and is none."""
-    prefix = settings.model_config.get("env_prefix", "")
-    known = [f"{prefix}{name.upper()}" for name in settings.model_fields]
+    prefix, known = settings.model_config.get("env_prefix", ""), settings.model_fields
     warnings = []
     for name in sorted(os.environ):
-        rest = name.upper().removeprefix(prefix)
-        if name.upper() in (rest, *known, *_OTHERS) or rest.endswith("_API_KEY"):
+        rest = name.lower().removeprefix(prefix.lower())
+        own = name.upper().startswith(prefix) and rest not in known
+        # Keys of engines have any name; a worker warns of its variables itself.
+        if not own or rest in _OTHERS or rest.endswith("_api_key") or rest.startswith("worker_"):
             continue
-        if rest.startswith("WORKER_"):  # those of a worker, which warns of them
-            continue
-        near = closest(rest.lower(), settings.model_fields).upper()
+        near = closest(rest, known).upper()
         advice = f"did you mean {prefix}{near}?" if near else "and it has no effect."
         warnings.append(f"{printable(name[:128])} is no setting, {advice}")
     return warnings

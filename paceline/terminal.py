@@ -61,6 +61,7 @@ _SENTENCES = {
     "policy.unusable": "Version {version} of the policy cannot be used: {problems}",
     "policy.warning": "Version {version} of the policy: {message}",
     "policy_file.rejected": "The policy file {file} is not applied: {problems}",
+    "queue.flooded": "{client} has {waiting} requests in the queue of {pool}.",
     "record.skipped": "A stored record cannot be read and is left out: {kind} {name}.",
     "records.unwritable": "{problem} Edits are refused until that ends.",
     "records.writable": "{path} can be written again.",

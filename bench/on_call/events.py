@@ -217,7 +217,7 @@ EVENTS: Final = (
         happening=_flood,
         page="flooder",
         command="flooder",
-        log="queue.long",
+        log="queue.flooded",
         metric=r"paceline_pool_waiting{[^}]*} [1-9]",
     ),
     Event(
@@ -240,7 +240,7 @@ EVENTS: Final = (
         name="a worker starts with a taken id",
         happening=_taken_id,
         page=f"{MINI}: Another worker has started with the same id",
-        command=f"{MINI}: Another worker has started with the same id",
+        command=f"{MINI} has a problem: Another worker has started with the same id",
         log=f"fleet.id_taken worker={MINI}",
         metric=rf'paceline_worker_id_taken{{worker="{MINI}"}} 1\.0',
     ),

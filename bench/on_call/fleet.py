@@ -117,7 +117,11 @@ class OnCall:
                 paceline([*arguments, "--url", self.url])
             return " ".join(printed.getvalue().split())
 
-        return await asyncio.to_thread(run)
+        running = asyncio.create_task(asyncio.to_thread(run))
+        try:
+            return await asyncio.shield(running)
+        finally:
+            await running  # else it would keep the standard output of this process
 
     async def read_metrics(self) -> str:
         return (await self.client.get("/metrics")).text

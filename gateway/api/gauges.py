@@ -93,7 +93,7 @@ class Gauges(Collector):
             for lane in worker.report.lanes:
                 in_flight.add_metric([worker_id, lane.name], worker.in_flight[lane.name])
         for worker_id, absence in fleet.absences().items():
-            if absence.unplanned:
+            if absence.kind != "left":
                 available.add_metric([worker_id], 0)
                 cordoned.add_metric([worker_id], worker_id in self._gateway.cordons.by_worker)
         return available, cordoned, taken, ejections, in_flight

@@ -230,7 +230,8 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
         report = last.report
         worker |= {"url": report.url, "model": report.model, "labels": list(report.labels)}
     if gone is not None:
-        worker["gone_since"] = _iso(gateway.wall() - gateway.clock() + gone.since_s)
+        unix_s = int(gateway.wall() - gateway.clock() + gone.since_s)
+        worker["gone_since"] = datetime.fromtimestamp(unix_s, UTC).isoformat()
         worker["gone_because"] = gone.kind
     if member is not None:
         worker |= {
@@ -254,7 +255,3 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
     if cordon is not None:
         worker |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
     return worker
-
-
-def _iso(unix_s: float) -> str:
-    return datetime.fromtimestamp(int(unix_s), UTC).isoformat()

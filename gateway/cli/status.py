@@ -78,28 +78,22 @@ def _headline(state: Mapping[str, Any]) -> Text:
 
 def _trouble(name: str, worker: Mapping[str, Any]) -> list[Text]:
     """Return why a worker gets no requests, or the prompts that it reads, if there are any."""
-    kind, since = worker["absence"]["kind"], worker["absence"]["unix_s"]
-    start, reason = worker["start"]["description"], worker["ejection"]["reason"]
-    if kind in _ABSENCES:
-        time = datetime.fromtimestamp(int(since)).astimezone().isoformat(sep=" ")
-        style = "dim" if kind == "left" else "red"
-        return [Text(f"{name} {_ABSENCES[kind].format(since=time)}", style=style)]
-    if worker["problem"]:
-        return [Text(f"{name}: {worker['problem']}", style="red")]
-    if reason:
-        return [Text(f"{name} gets no requests for a while: {reason}.", style="red")]
-    if start:
-        return [Text(f"{name} is starting: {start}.", style="yellow")]
-    return [
-        Text(f"{name} reads prompts, {tokens:,} tokens more{_left(lane, tokens)}.", style="dim")
-        for lane in worker["lanes"].values()
-        if (tokens := lane["pending_prefill_tokens"]) >= _LONG_TOKENS
-    ]
-
-
-def _left(lane: Mapping[str, Any], tokens: int) -> str:
-    speed = lane["prefill_tokens_per_s"]
-    return f", for about {tokens / speed:.0f} s" if speed else ""
+    since = datetime.fromtimestamp(int(worker["absence"]["unix_s"])).astimezone()
+    sentence = _ABSENCES.get(worker["absence"]["kind"], "").format(since=since)
+    style = "dim" if worker["absence"]["kind"] == "left" else "red"
+    if not sentence and worker["problem"]:
+        sentence = f"has a problem: {worker['problem']}"
+    elif reason := worker["ejection"]["reason"]:
+        sentence = f"gets no requests for a while: {reason}."
+    elif start := worker["start"]["description"]:
+        sentence, style = f"is starting: {start}.", "yellow"
+    lines = [Text(f"{name} {sentence}", style=style)] if sentence else []
+    for lane in worker["lanes"].values():
+        if (tokens := lane["pending_prefill_tokens"]) >= _LONG_TOKENS:
+            seconds = tokens / (lane["prefill_tokens_per_s"] or float("inf"))
+            left = f", for about {seconds:.0f} s" if seconds else ""
+            lines.append(Text(f"{name} reads prompts: {tokens:,} tokens more{left}.", style="dim"))
+    return lines
 
 
 def _workers(workers: Mapping[str, Any]) -> Table:

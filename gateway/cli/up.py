@@ -186,16 +186,12 @@ class _WorkerRunner:
 
     async def _greet(self, client: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
         """Print the ready message once the worker gets requests, so that the snippet works."""
-        author = await _wait_until_joined(client, ready["worker_id"], ready["url"])
-        if author:
-            page = serve.admin_page(self.given, self.listening)
-            _print(
-                f"The worker has joined, and gets no requests: {author} has cordoned it. Uncordon "
-                f"it on the page Workers: {page}"
-            )
-        while author:
+        told = ""
+        while author := await _wait_until_joined(client, ready["worker_id"], ready["url"]):
+            if author != told:
+                told, page = author, serve.admin_page(self.given, self.listening)
+                _print(f"The worker gets no requests: {author} has cordoned it. See {page}")
             await asyncio.sleep(_CORDON_POLL_S)
-            author = await _wait_until_joined(client, ready["worker_id"], ready["url"])
         if self.greeted:
             _print("The worker is ready again.")
         else:

@@ -69,7 +69,7 @@ class PeerWorkers:
         self._sent = local
         last = {report.worker_id: (report, age_s) for report, age_s in updates}
         await self._report_client.recall(
-            (report, None, age_s)
+            (report, age_s)
             for report, age_s in last.values()
             if age_s is not None and age_s > HEARTBEAT_TIMEOUT_S
         )

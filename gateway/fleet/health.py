@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_fixed
 
 from gateway.engines.paceline import REPORT_PATH, PacelineWorker
-from gateway.fleet.registry import ABSENCE_LIMIT_S, AbsenceKind, WorkerRegistry
+from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry
 from gateway.periodic import SharedRuns
 from gateway.state.shared_counters import CounterStore
 from gateway.strict_json import Pieces, size_of
@@ -123,22 +123,19 @@ class ReportClient:
         """Probe a worker; its answer counts as a heartbeat."""
         await self._record(worker, self._fleet.probe_succeeded)
 
-    async def recall(self, known: Iterable[tuple[WorkerReport, AbsenceKind | None, float]]) -> None:
-        """Ask workers that nobody has heard for some seconds, and record those that are gone.
-
-        Of each, the last report, why it is known to be gone, and for how many seconds.
-        """
-        unknown = {
-            report.worker_id: (report, kind, age_s)
-            for report, kind, age_s in known
+    async def recall(self, known: Iterable[tuple[WorkerReport, float]]) -> None:
+        """Ask workers, by their last reports and the seconds since; record those that are gone."""
+        unknown = [
+            (report, age_s)
+            for report, age_s in known
             if age_s < ABSENCE_LIMIT_S and self._fleet.get(report.worker_id) is None
             if self._fleet.absence(report.worker_id) is None
-        }
-        asked = [one[0] for one in unknown.values() if not one[1] and one[2] < _ASK_WITHIN_S]
+        ]
+        asked = (report for report, age_s in unknown if age_s < _ASK_WITHIN_S)
         await asyncio.gather(*map(self.probe, asked))
-        for worker_id, (report, kind, age_s) in unknown.items():
-            if self._fleet.get(worker_id) is None:
-                self._fleet.add_absence(report, kind or "silent", age_s)
+        for report, age_s in unknown:
+            if self._fleet.get(report.worker_id) is None:
+                self._fleet.add_absence(report, "silent", age_s)
 
     async def _record(self, worker: WorkerReport, record: Callable[[WorkerReport], None]) -> None:
         """Record the present report of a worker, if it arrives in time."""

@@ -1,40 +1,22 @@
-"""The workers of a gateway without Redis, kept over its restart, so that it serves at once.
-
-A worker that does not answer then is missing, and shown as such.
-"""
+"""The workers of a gateway without Redis, kept over its restart, so that it serves at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from gateway.errors import RecordsUnwritable
 from gateway.fleet.engine_watch import BOOT_ID
 from gateway.fleet.health import ReportClient
-from gateway.fleet.registry import AbsenceKind, WorkerRegistry
-from gateway.state.counters import MAX_WORKERS
+from gateway.fleet.registry import WorkerRegistry
 from gateway.state.records import FileRecords
 from paceline.protocol import WorkerReport
 
 _KIND = "workers"
 _KEEP_EVERY_S = 60.0
-
-
-class _Known(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    report: WorkerReport
-    kind: AbsenceKind | None = None
-    """None: it lived when this was written."""
-    unix_s: float
-
-
-class _AllKnown(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    workers: tuple[_Known, ...] = Field(max_length=2 * MAX_WORKERS)
+_KNOWN = TypeAdapter(list[tuple[float, WorkerReport]])
+"""When each worker gave its last sign, in seconds since 1970, and its last report."""
 
 
 class KnownWorkers:
@@ -45,7 +27,7 @@ class KnownWorkers:
 
     def __init__(
         self,
-        folder: Path,
+        records: FileRecords,
         name: str,
         fleet: WorkerRegistry,
         report_client: ReportClient,
@@ -53,40 +35,31 @@ class KnownWorkers:
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
-        self._records, self._name = FileRecords(folder / "workers.json"), name
-        self._fleet = fleet
-        self._report_client = report_client
-        self._clock = clock
-        self._wall = wall
-        self._kept: list[tuple[str, str, str, AbsenceKind | None]] = []
+        self._records, self._name = records, name
+        self._fleet, self._report_client = fleet, report_client
+        self._clock, self._wall = clock, wall
+        self._kept: object = []
         self._kept_at_s = float("-inf")
 
     async def recall(self) -> None:
         """Ask the workers of the last process whether they still live."""
         try:
-            text = (await self._records.all(_KIND)).get(self._name, "")
-            known = _AllKnown.model_validate_json(text).workers
-        except (RecordsUnwritable, ValidationError):  # none yet, or of another version
+            text = (await self._records.all(_KIND)).get(self._name, "[]")
+            known = _KNOWN.validate_json(text)
+        except (RecordsUnwritable, ValidationError):  # of another version
             return
         now = self._wall()
-        await self._report_client.recall(
-            [(one.report, one.kind, max(0.0, now - one.unix_s)) for one in known]
-        )
+        await self._report_client.recall((report, max(0.0, now - at)) for at, report in known)
 
     async def keep(self) -> None:
-        """Store the workers if others are here than before; those that live, once a minute."""
+        """Store the workers if others are here, or missing, than before, else once a minute."""
         now, now_s = self._wall(), self._clock()
-        reports = [one.report for one in self._fleet.workers()]
-        gone = self._fleet.absences().values()
-        here: list[tuple[WorkerReport, AbsenceKind | None, float]] = [
-            *((report, None, now) for report in reports),
-            *((one.report, one.kind, now - now_s + one.since_s) for one in gone),
-        ]
-        here = [one for one in here if one[0].boot_id != BOOT_ID]  # the settings list engines
-        names = [(one.worker_id, one.boot_id, one.url, kind) for one, kind, _ in here]
-        due = any(kind is None for *_, kind in names) and now_s - self._kept_at_s >= _KEEP_EVERY_S
-        if names != self._kept or due:
-            known = [_Known(report=one.bare(), kind=kind, unix_s=at) for one, kind, at in here]
-            text = _AllKnown(workers=tuple(known)).model_dump_json()
+        missing = [one for one in self._fleet.absences().values() if one.kind == "silent"]
+        known = [(now, worker.report) for worker in self._fleet.workers()]
+        known += [(now - now_s + one.since_s, one.report) for one in missing]
+        known = [one for one in known if one[1].boot_id != BOOT_ID]  # the settings list engines
+        names = [(report.worker_id, report.boot_id, report.url) for _, report in known]
+        if names != self._kept or (known and now_s - self._kept_at_s >= _KEEP_EVERY_S):
+            text = _KNOWN.dump_json([(at, report.bare()) for at, report in known]).decode()
             await self._records.replace(_KIND, self._name, text)
             self._kept, self._kept_at_s = names, now_s

@@ -31,9 +31,9 @@ NO_WORKERS: frozenset[str] = frozenset()
 # After this gateway's event loop has stalled for so long, timeouts prove nothing about workers.
 _STALL_S = 1.0
 _ABSENCES = {
-    "restarting": "its process ended, and it is started again",
-    "silent": "nothing has come from it for {age_s:.0f} s",
-    "left": "it signed off",
+    "restarting": (logging.WARNING, "its process ended, and it is started again"),
+    "silent": (logging.WARNING, "nothing has come from it for {age_s:.0f} s"),
+    "left": (logging.INFO, "it signed off"),
 }
 _TIMEOUTS = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
 
@@ -52,11 +52,6 @@ class Absence(NamedTuple):
     kind: AbsenceKind
     since_s: float
     report: WorkerReport
-
-    @property
-    def unplanned(self) -> bool:
-        """Return whether the worker is missing: nobody has stopped it."""
-        return self.kind != "left"
 
 
 class WorkerRegistry:
@@ -228,13 +223,12 @@ class WorkerRegistry:
         """Record, and log, that a worker is gone, which is not in the fleet."""
         worker_id = report.worker_id
         before = self._absences.pop(worker_id, None)
-        absence = Absence(kind, self._clock() - age_s, report.bare())
-        self._absences[worker_id] = absence
+        self._absences[worker_id] = Absence(kind, self._clock() - age_s, report.bare())
         if len(self._absences) > MAX_WORKERS:
             del self._absences[next(iter(self._absences))]
         if before is None or before.kind != kind:
-            level = logging.WARNING if absence.unplanned else logging.INFO
-            why = _ABSENCES[kind].format(age_s=age_s)
+            level, why = _ABSENCES[kind]
+            why = why.format(age_s=age_s)
             log.log(level, "fleet.lost worker=%s kind=%s: %s", worker_id, kind, why)
 
     def acquire(self, candidate: Candidate, *, ejected: bool = False) -> Lease | None:
@@ -424,8 +418,8 @@ class WorkerRegistry:
         place = worker.report.worker_id, worker.report.model, worker.report.url
         if worker.away_s:
             log.info("fleet.returned worker=%s model=%s url=%s away_s=%.0f", *place, worker.away_s)
-        else:
-            log.info("fleet.joined worker=%s model=%s url=%s", *place)
+            return
+        log.info("fleet.joined worker=%s model=%s url=%s", *place)
 
     def _record(
         self, report: WorkerReport, heartbeat_at_s: float, backend: Engine | None = None

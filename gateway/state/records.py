@@ -116,21 +116,21 @@ class RecordReader(Generic[Value]):
 
 
 class FileProblem:
-    """Why a file of records cannot be read or written: for the log, and for admins."""
+    """Why a file of records cannot be written: for the log, and for admins."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.text = ""
         """A sentence with the path; empty while there is no problem, as far as is known."""
 
-    def begin(self, error: Exception, *, writing: bool = True) -> None:
+    def begin(self, error: Exception) -> None:
         """Record a failure, and log it unless the last call failed alike."""
         reason = "its content is damaged"
         if isinstance(error, OSError):
             reason = os.strerror(error.errno or errno.EIO)
         if isinstance(error, TimeoutError):
             reason = "its disk does not answer in time"
-        text = f"{self._path} cannot be {'written' if writing else 'read'}: {reason}."
+        text = f"{self._path} cannot be written: {reason}."
         if text != self.text:
             self.text = text
             log.warning("records.unwritable problem=%s", text)
@@ -142,20 +142,14 @@ class FileProblem:
             log.info("records.writable path=%s", self._path)
 
     def seems_unwritable(self) -> bool:
-        """Return whether a write would probably fail, or has failed; write nothing.
-
-        A gateway without traffic writes nothing for hours.
-        """
-        folder = self._path.parent
-        if self.text:
-            return True
+        """Return whether a write has failed, or probably would; an idle disk may sleep on."""
         try:
-            disk = os.statvfs(folder)
+            disk = os.statvfs(self._path.parent)
             needed_bytes = self._path.stat().st_size + _SPARE_BYTES
         except FileNotFoundError:  # the next write creates it
-            return False
-        full = disk.f_bavail * disk.f_frsize < needed_bytes
-        return full or bool(disk.f_flag & os.ST_RDONLY) or not os.access(folder, os.W_OK | os.X_OK)
+            return bool(self.text)
+        full = disk.f_bavail * disk.f_frsize < needed_bytes or disk.f_flag & os.ST_RDONLY
+        return bool(full or self.text) or not os.access(self._path.parent, os.W_OK | os.X_OK)
 
 
 class FileRecords:
@@ -177,7 +171,7 @@ class FileRecords:
 
     @property
     def problem(self) -> str:
-        """Return why the records cannot be read or written; empty if they can."""
+        """Return why the records cannot be written; empty if they can."""
         held = " What was revoked since is refused here until a restart." if self._held else ""
         return self._problem.text and f"{self._problem.text}{held}"
 
@@ -201,7 +195,7 @@ class FileRecords:
                 await self.add(of_kind, name, text)
                 self._held.pop((of_kind, name), None)
         try:
-            texts = await self._run(self._read_changes, writing=False)
+            texts = await self._run(self._read_changes)
         except RecordsUnwritable:
             if self._texts is None:
                 raise
@@ -242,8 +236,7 @@ class FileRecords:
         try:
             stat = self._path.stat()
         except FileNotFoundError:
-            self._texts = {}
-            return self._texts
+            return {}
         # They differ after each write, because a write replaces the file.
         stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
         if self._texts is None or stamp != self._stamp:
@@ -268,16 +261,12 @@ class FileRecords:
         return changed
 
     async def _run(
-        self,
-        call: Callable[[], Result],
-        late: type[RecordsUnwritable] = RecordsUnwritable,
-        *,
-        writing: bool = True,
+        self, call: Callable[[], Result], late: type[RecordsUnwritable] = RecordsUnwritable
     ) -> Result:
         try:
             return await self._disk.run(call)
         except (OSError, ValueError) as error:
-            self._problem.begin(error, writing=writing)
+            self._problem.begin(error)
             if isinstance(error, TimeoutError):
                 raise late from error
             raise RecordsUnwritable(f"{UNWRITTEN} {self._problem.text}") from error
@@ -425,13 +414,10 @@ class RedisRecords:
 
     async def probe(self) -> None:
         """Find out whether the copy can be written, by writing it if that seems impossible."""
-        try:
-            unwritable = await self._disk.run(self._problem.seems_unwritable)
-        except OSError as error:
-            self._problem.begin(error)
-        else:
-            if unwritable:
-                self._update_file()
+        with contextlib.suppress(TimeoutError):
+            if not await self._disk.run(self._problem.seems_unwritable):
+                return
+        self._update_file()
 
     def is_current(self, kind: str) -> bool:
         """Return whether this process has read the kind from Redis."""

@@ -80,7 +80,7 @@ async def test_it_is_not_ready_while_its_worker_is_cordoned_and_says_who_has_don
     transport = httpx.MockTransport(respond)
     async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as client:
         await runner._greet(client, ready)
-    assert "gets no requests: ann has cordoned it." in "".join(lines)
+    assert "The worker gets no requests: ann has cordoned it." in "".join(lines)
     assert "".join(lines).count("cordoned") == 1
     assert "Paceline is ready on" in capsys.readouterr().out
 
