@@ -358,7 +358,7 @@ class WorkerRegistry:
                 and holder.backend is taker.backend is self._backend
                 and holder.is_live
                 and not holder.problem
-                and (_is_local(taker.report) or not _is_local(holder.report))
+                and (is_local(taker.report) or not is_local(holder.report))
             ):
                 sources.append(NodeSource(url=holder.report.url, tokens=tokens))
         return tuple(sources[:MAX_SOURCES])
@@ -559,7 +559,8 @@ class WorkerRegistry:
                 del self._absences[worker_id]
 
 
-def _is_local(report: WorkerReport) -> bool:
+def is_local(report: WorkerReport) -> bool:
+    """Return whether only this machine reaches a worker."""
     return is_loopback(urlsplit(report.url).hostname or "")
 
 

@@ -215,6 +215,7 @@ def test_f86_a_gateway_that_restarts_knows_its_workers_before_it_serves(
         running_worker("fake-c") as left,
         RunningGateway(settings, QUICK) as first,
     ):
+        lost.url = lost.url.replace("127.0.0.1", "0.0.0.0")  # no name of this machine alone
         for one in (worker, lost, left):
             first.join(one)
         if shared:
