@@ -145,9 +145,10 @@ class FileProblem:
         """Return whether a write has failed, or probably would; an idle disk may sleep on."""
         try:
             disk = os.statvfs(self._path.parent)
-            needed_bytes = self._path.stat().st_size + _SPARE_BYTES
-        except FileNotFoundError:  # the next write creates it
+            size_bytes = self._path.stat().st_size if self._path.exists() else 0
+        except FileNotFoundError:  # the next write creates the folder
             return bool(self.text)
+        needed_bytes = size_bytes + _SPARE_BYTES
         full = disk.f_bavail * disk.f_frsize < needed_bytes or disk.f_flag & os.ST_RDONLY
         return bool(full or self.text) or not os.access(self._path.parent, os.W_OK | os.X_OK)
 

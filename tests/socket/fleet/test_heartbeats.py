@@ -315,6 +315,21 @@ def test_the_protocol_is_shown_to_holders_of_the_join_token_and_their_heartbeats
     assert response.status_code == 413
 
 
+async def test_c5_a_restart_sends_the_join_token_only_where_a_worker_was_heard_lately(
+    worker: ScriptedWorker,
+) -> None:
+    """Later another machine may have the address."""
+    backend = PacelineWorker(JOIN_TOKEN)
+    fleet = WorkerRegistry(time.monotonic, lambda: 0.0, backend=backend)
+    control = ReportClient(backend, fleet, MemoryCounters())
+    async with control.client:
+        await control.recall([(worker.report(), 601.0)])
+        assert (worker.authorizations, fleet.workers()) == ([], ())
+        await control.recall([(worker.report(), 599.0)])
+    assert worker.authorizations == [BEARER["authorization"]]
+    assert [one.report.worker_id for one in fleet.workers()] == ["fake-a"]
+
+
 async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: ScriptedWorker) -> None:
     sent = 0
 
