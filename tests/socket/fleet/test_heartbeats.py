@@ -191,6 +191,7 @@ def test_a_lost_worker_is_told_wherever_one_looks_for_it_until_it_signs_off(
     assert main(["status", "--url", gateway.url]) == 1
     told = since.astimezone().isoformat(sep=" ")
     assert f"fake-a has sent nothing since {told}." in " ".join(capsys.readouterr().out.split())
+    assert main(["prefix-cache", "clear", "--url", gateway.url]) == 0, "it is left out"
     assert gateway.admin.put("/admin/v1/workers/fake-a/cordon").status_code == 200
     assert (metric("available"), metric("cordoned")) == (["0.0"], ["1.0"])
     gateway.admin.delete("/admin/v1/workers/fake-a/cordon")
