@@ -71,15 +71,9 @@ class Gauges(Collector):
 
     def _workers(self) -> Iterable[Metric]:
         fleet = self._gateway.fleet
-        available = _gauge(
-            "worker_available",
-            "1 if the worker is given requests; 0 for a day if it is missing.",
-            "worker",
-        )
+        available = _gauge("worker_available", "1 if the worker is given requests.", "worker")
         cordoned = _gauge("worker_cordoned", "1 if an admin has cordoned the worker.", "worker")
-        taken = _gauge(
-            "worker_id_taken", "1 for ten minutes if another worker asks for its id.", "worker"
-        )
+        taken = _gauge("worker_id_taken", "1 if another worker asks for its id.", "worker")
         ejections = _gauge(
             "worker_ejections", "Ejections in a row, without a recovery between them.", "worker"
         )

@@ -67,10 +67,7 @@ class LaneLoad(TypedDict):
 
 
 class WorkerDetails(TypedDict):
-    """The state of one worker.
-
-    One that is gone has no lanes; a cordoned one that is gone for longer than a day has no URL.
-    """
+    """The state of one worker; one that is gone has no lanes, and after a day no URL."""
 
     worker_id: str
     state: str

@@ -67,12 +67,9 @@ class PeerWorkers:
         ]
         updates = await self._reports.exchange(heartbeats, departures)
         self._sent = local
-        last = {report.worker_id: (report, age_s) for report, age_s in updates}
-        await self._report_client.recall(
-            (report, age_s)
-            for report, age_s in last.values()
-            if age_s is not None and age_s > HEARTBEAT_TIMEOUT_S
-        )
+        last = {report.worker_id: (report, age_s) for report, age_s in updates}.values()
+        silent = ((one, age_s) for one, age_s in last if age_s and age_s > HEARTBEAT_TIMEOUT_S)
+        await self._report_client.recall(silent)
         for report, age_s in updates:
             if age_s is not None:
                 if self._fleet.merge_remote(report, age_s):
