@@ -43,6 +43,8 @@ def _run(module: str, function: str, **given: Any) -> int:
     from paceline.terminal import configure_logging  # noqa: PLC0415  # not for help
 
     configure_logging(logging.WARNING, "%(asctime)s %(levelname)s %(name)s %(message)s")
+    if module in ("up", "gateway"):  # what comes, goes and is edited is told, too
+        logging.getLogger("gateway").setLevel(logging.INFO)
     command = getattr(importlib.import_module(f"gateway.cli.{module}"), function)
     exit_code: int = command(**given)
     return exit_code
@@ -181,10 +183,15 @@ def _add(
 
 def _read_settings(given: Mapping[str, str | None]) -> Settings:
     """Read the settings of a gateway before its import; raise `StartupError` if one is invalid."""
-    from gateway.config.settings import load_settings  # noqa: PLC0415  # pydantic: not for help
+    # pydantic: not for help
+    from gateway.config.settings import Settings, load_settings  # noqa: PLC0415
+    from paceline.settings import unknown_variables  # noqa: PLC0415
 
     config = Path(given["config"]) if given["config"] else None
-    return load_settings(config, host=given["host"], port=given["port"])
+    settings = load_settings(config, host=given["host"], port=given["port"])
+    for warning in unknown_variables(Settings):
+        click.echo(f"{PROGRAM}: {warning}", err=True)
+    return settings
 
 
 def _up(model: str | None, **given: str | None) -> int:
