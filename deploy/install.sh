@@ -112,8 +112,9 @@ install_paceline() {
 
 uninstall() {
     uv=$(find_uv) || refuse "uv is not here, so this script has installed nothing."
-    echo "This will remove the command paceline and its environment. uv stays, and so does ${PACELINE_STATE_DIR:-$HOME/.paceline}, which has keys, policies and caches."
+    echo "This will remove the command paceline, its environment and its service. uv stays, and so does ${PACELINE_STATE_DIR:-$HOME/.paceline}, which has keys, policies and caches."
     [ -n "$dry" ] || {
+        "$bin/paceline" service uninstall >/dev/null 2>&1 || true # most machines have none
         env UV_TOOL_BIN_DIR="$bin" "$uv" tool uninstall paceline
         rm -rf "$files"
     }

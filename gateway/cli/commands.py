@@ -161,6 +161,7 @@ _GROUPS = {
     for name, text in (
         ("keys", "Create, list and revoke API keys, and show their usage."),
         ("engines", "List and remove the engines of other kinds."),
+        ("service", "Run Paceline from the start of this machine on, without a terminal."),
         ("prefix-cache", "Delete the conversations that workers have cached."),
         ("policy", "Show and change the policy of a running gateway."),
     )
@@ -414,6 +415,30 @@ _add(
     *_SERVING,
     run=_gateway,
 )
+_add(
+    "service install",
+    "Start the service, now and with this machine, and again after a failure.\n\nIts settings are "
+    "those of a file only: --config, else paceline.yaml here, else ~/.paceline/paceline.yaml.",
+    _argument(
+        "command",
+        "What it runs: up (the default), gateway or worker.",
+        "[COMMAND]",
+        required=False,
+        default="up",
+        type=click.Choice(["up", "gateway", "worker"]),
+    ),
+    _option("--config", "Settings file.", "FILE", type=click.Path()),
+    _option("--system", "For a Mac on which nobody logs in; needs sudo.", is_flag=True),
+)
+_add("service status", "Show whether it runs, and where its log is; exit with 1 if it does not.")
+_add(
+    "service logs",
+    "Print the end of its log.",
+    _option("--lines", "Default: 100.", "N", type=click.IntRange(1, 1_000_000), default=100),
+    _option("--follow", "Go on with each new line.", is_flag=True),
+)
+_add("service restart", "Let running requests end, and start it again.")
+_add("service uninstall", "Let running requests end, and remove it; settings and logs are kept.")
 for _name, _module, _help in (
     ("worker", "workers", "Serve a model on this machine."),
     ("doctor", "workers.doctor", "Measure this Mac, and say what to run on it."),

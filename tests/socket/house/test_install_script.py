@@ -22,7 +22,11 @@ UV = """#!/bin/sh
 echo "uv $@" >>"$HOME/calls"
 case "$*" in
 *" install "*)
-    printf '#!/bin/sh\\necho paceline 1\\n' >"$UV_TOOL_BIN_DIR/paceline"
+    cat >"$UV_TOOL_BIN_DIR/paceline" <<'END'
+#!/bin/sh
+[ "$1" != service ] || echo "paceline $@" >>"$HOME/calls"
+echo paceline 1
+END
     chmod +x "$UV_TOOL_BIN_DIR/paceline"
     ;;
 esac
@@ -156,7 +160,8 @@ def test_a_release_is_fetched_compared_and_kept_until_it_is_uninstalled(machine:
     assert (said.returncode, state in said.stdout, machine.calls) == (0, True, [])
     assert kept.exists()
     ended = machine.run("--uninstall")
-    assert (ended.stdout, machine.calls) == (said.stdout, ["uv tool uninstall paceline"])
+    removed = ["paceline service uninstall", "uv tool uninstall paceline"]
+    assert (ended.stdout, machine.calls) == (said.stdout, removed)
     assert not kept.exists()
 
 

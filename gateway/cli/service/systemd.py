@@ -1,0 +1,79 @@
+"""The service as a unit of systemd that belongs to one account."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gateway.cli.service.system import NAME, RESTART_DELAY_S, Job, call
+
+# The colon before the command line keeps `$` as it is.
+_DEFINITION = """\
+[Unit]
+Description=Paceline
+StartLimitIntervalSec=0
+
+[Service]
+Type=exec
+ExecStart=:{}
+Environment={}
+Restart=on-failure
+RestartSec={}
+TimeoutStopSec={}
+KillMode=mixed
+
+[Install]
+WantedBy=default.target
+"""
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "%": "%%"})
+_UNIT = f"{NAME}.service"
+
+
+class Systemd:
+    """Keeps the service running on Linux, also while nobody is logged in."""
+
+    def __init__(self) -> None:
+        self.home = Path.home()
+        config = os.environ.get("XDG_CONFIG_HOME") or self.home / ".config"
+        self.definition = Path(config) / "systemd/user" / _UNIT
+
+    def install(self, job: Job) -> str:
+        """Start the service, in place of an older one; return a warning, or nothing."""
+        variables = (f"{name}={value}" for name, value in job.environment.items())
+        definition = _DEFINITION.format(
+            _quoted(*job.command), _quoted(*variables), RESTART_DELAY_S, job.stop_s
+        )
+        self.definition.parent.mkdir(parents=True, exist_ok=True)
+        self.definition.write_text(definition)
+        _systemctl("daemon-reload")
+        _systemctl("enable", _UNIT)
+        _systemctl("restart", _UNIT)
+        lingers = not call("loginctl", "enable-linger", may_fail=True).returncode
+        return "" if lingers else "It ends at logout unless an admin runs `loginctl enable-linger`."
+
+    def state(self) -> tuple[int, str]:
+        """Return its process (0: none), and its last exit code if it has ended before."""
+        names = ("MainPID", "ExecMainStatus", "ExecMainExitTimestampMonotonic")
+        lines = _systemctl("show", _UNIT, f"--property={','.join(names)}").splitlines()
+        values = dict(line.split("=", 1) for line in lines if "=" in line)
+        process, code, ended_us = (values.get(name, "0") for name in names)
+        return int(process), code if ended_us != "0" else ""
+
+    def restart(self) -> None:
+        """Restart the unit."""
+        _systemctl("restart", _UNIT)
+
+    def uninstall(self) -> None:
+        """Stop the unit and delete it."""
+        _systemctl("disable", "--now", _UNIT)
+        self.definition.unlink()
+        _systemctl("daemon-reload")
+
+
+def _systemctl(*arguments: str) -> str:
+    os.environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.getuid()}")  # `su` does not set it
+    return call("systemctl", "--user", *arguments).stdout
+
+
+def _quoted(*words: str) -> str:
+    return " ".join(f'"{word.translate(_ESCAPES)}"' for word in words)
