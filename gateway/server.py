@@ -23,6 +23,7 @@ from gateway.http.downstream import DownstreamProtocol
 from paceline.addresses import base_url, is_loopback
 from paceline.http import Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown
+from paceline.wakefulness import awake_while
 
 Result = TypeVar("Result")
 _BACKLOG = 2048
@@ -94,6 +95,7 @@ async def serve(
         await stack.enter_async_context(server.on(listener))
         url = _address(settings.host, listener)
         load, keyed = app.proxy.load, gateway.api_keys.required
+        await stack.enter_async_context(awake_while(lambda: load.requests))
         started(Listening(url, admin_url, keyed, settings, lambda: load.requests))
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.load.idle.wait, app.cut)
 

@@ -238,7 +238,7 @@ def test_a_client_that_leaves_ends_its_request(stack, monkeypatch) -> None:
         head = request_bytes(body, path="/v1/embeddings")
         client.send(head.replace(b"\r\n", b"\r\nauthorization: " + key + b"\r\n", 1))
         assert begun.wait(60)
-    wait_until(lambda: worker.traffic._in_flight == 0)
+    wait_until(lambda: worker.traffic.in_flight == 0)
     left.set()
     wait_until(lambda: engine.lane_reports()[0].running == 0)
     (after,) = engine.lane_reports()

@@ -27,7 +27,7 @@ class Traffic:
     """The number of requests in flight; draining rejects new ones."""
 
     def __init__(self) -> None:
-        self._in_flight = 0
+        self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
@@ -40,13 +40,13 @@ class Traffic:
         """
         if self.draining and not even_draining:
             raise WorkerDraining
-        self._in_flight += 1
+        self.in_flight += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
+            self.in_flight -= 1
+            if not self.in_flight:
                 self._idle.set()
 
     async def wait_idle(self) -> None:

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from paceline.http import Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown, first_of
 from paceline.settings import InvalidSettings
+from paceline.wakefulness import awake_while
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PrefixPeers
 from workers.server.runtime import Worker
@@ -55,6 +56,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         peers = await stack.enter_async_context(PrefixPeers(token)) if token else None
         await stack.enter_async_context(Server(create_app(worker, token, peers)).on(listener))
+        await stack.enter_async_context(awake_while(lambda: worker.traffic.in_flight))
         worker.changed.set()
         on_ready()
         ready = worker.ready
