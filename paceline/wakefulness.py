@@ -42,9 +42,7 @@ async def _watch(running: Callable[[], int]) -> None:
         if not running():
             continue
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL
-            )
+            process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=DEVNULL)
         except OSError as error:
             log.warning("sleep.allowed: caffeinate cannot run: %s", error.strerror)
             return

@@ -201,8 +201,9 @@ class _WorkerRunner:
     def _ready_message(self, model: str) -> str:
         """Return the address, two ways to ask a question, the pages, and what comes next."""
         keyed, local_only = self.listening.keyed, is_loopback(self.given.host)
-        # The shell may not find `paceline`.
-        command = "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])
+        # The shell may not find `paceline`; a service is run by a module.
+        named = shutil.which("paceline") or sys.argv[0].endswith("__main__.py")
+        command = "paceline" if named else os.path.relpath(sys.argv[0])
         messages = [{"role": "user", "content": _QUESTION}]
         body = {"model": model, "temperature": 0, "messages": messages}
         host = self.given.host

@@ -13,7 +13,7 @@ import click
 
 from gateway.cli import CommandError
 from gateway.cli.service.launchd import Launchd
-from gateway.cli.service.system import LONGEST_STOP_S, Job
+from gateway.cli.service.system import LONGEST_STOP_S, sudo_account
 from gateway.cli.service.systemd import Systemd
 
 System: TypeAlias = Launchd | Systemd
@@ -46,9 +46,9 @@ def install(*, command: str, config: str | None, system: bool) -> int:
     environment = {name: os.environ[name] for name in _PASSED if os.environ.get(name)}
     if not all(map(str.isprintable, (*words, *environment.values()))):
         raise CommandError("The paths of a service cannot contain control characters.")
-    job = Job(words, environment, _check(command, file if given else None))
+    stop_s = _check(command, file if given else None)
     try:
-        warning = keeper.install(job)
+        warning = keeper.install(words, environment, stop_s)
     except OSError as error:
         raise CommandError(f"{keeper.definition}: {error.strerror}.") from None
     click.echo(f"The service runs `paceline {command}` with the settings of {file}.")
@@ -95,7 +95,7 @@ def _system(*, system: bool, to_change: bool = False) -> System:
     is_mac = platform.system() == "Darwin"
     if system and not is_mac:
         raise CommandError("--system is for macOS: elsewhere the service needs no login either.")
-    if to_change and system != bool(os.environ.get("SUDO_USER")):
+    if to_change and system != bool(sudo_account()):
         needed = "with sudo, from the account that it runs as" if system else "without sudo"
         raise CommandError(f"This service can only be changed {needed}.")
     return Launchd(system=system) if is_mac else Systemd()

@@ -51,10 +51,11 @@ def main(folder: str, arguments: Sequence[str]) -> int:
     tell(f"starts `paceline {' '.join(arguments)}` (process {child.pid})")
     reader = threading.Thread(target=copy, daemon=True)
     reader.start()
-    exit_code = child.wait()
+    ended = child.wait()
+    exit_code = ended if ended >= 0 else 128 - ended
     reader.join(_OUTPUT_GRACE_S)  # bounded, because a grandchild may keep the pipe open
     tell(f"ended with exit code {exit_code}")
-    return exit_code if exit_code >= 0 else 128 - exit_code
+    return exit_code
 
 
 def open_log(path: Path) -> logging.Handler:

@@ -10,11 +10,11 @@ import plistlib
 import pwd
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gateway.cli import CommandError
-from gateway.cli.service.system import LONGEST_STOP_S, NAME, RESTART_DELAY_S, Job, call
+from gateway.cli.service.system import LONGEST_STOP_S, NAME, RESTART_DELAY_S, call, sudo_account
 
 DAEMONS = Path("/Library/LaunchDaemons")
 _POLL_S, _UNLOAD_S = 0.1, 10.0
@@ -25,7 +25,7 @@ class Launchd:
 
     def __init__(self, *, system: bool) -> None:
         # A daemon is installed with sudo, and runs as the account that has used it.
-        account = os.environ.get("SUDO_USER", "")
+        account = sudo_account()
         self._account = {"UserName": account} if system else {}
         self.home = Path(pwd.getpwnam(account).pw_dir) if account else Path.home()
         agent, daemon = self.home / f"Library/LaunchAgents/{NAME}.plist", DAEMONS / f"{NAME}.plist"
@@ -33,18 +33,18 @@ class Launchd:
         self._domain = "system" if system else f"gui/{os.getuid()}"
         self._target = f"{self._domain}/{NAME}"
 
-    def install(self, job: Job) -> str:
+    def install(self, command: Sequence[str], environment: Mapping[str, str], stop_s: int) -> str:
         """Start the service, in place of an older one; return a warning, or nothing."""
         if self._other.exists():
             raise CommandError(f"Uninstall the service of {self._other} first.")
         definition = {
             "Label": NAME,
-            "ProgramArguments": [*job.command],
-            "EnvironmentVariables": {"HOME": str(self.home), **job.environment},
+            "ProgramArguments": [*command],
+            "EnvironmentVariables": {"HOME": str(self.home), **environment},
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": RESTART_DELAY_S,
-            "ExitTimeOut": job.stop_s,
+            "ExitTimeOut": stop_s,
             "ProcessType": "Interactive",  # else macOS may slow the processor and the disk down
             **self._account,
         }

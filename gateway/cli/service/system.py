@@ -1,10 +1,9 @@
-"""What launchd and systemd get, and how a command calls them."""
+"""What the services of launchd and systemd have in common."""
 
 from __future__ import annotations
 
+import os
 import subprocess
-from collections.abc import Mapping
-from typing import NamedTuple
 
 from gateway.cli import CommandError
 
@@ -14,12 +13,9 @@ LONGEST_STOP_S = 3600
 """The longest shutdown that a system waits for."""
 
 
-class Job(NamedTuple):
-    """What the system runs."""
-
-    command: tuple[str, ...]
-    environment: Mapping[str, str]
-    stop_s: int  # from SIGTERM to SIGKILL
+def sudo_account() -> str:
+    """Return the account that has become root by sudo; empty without sudo."""
+    return "" if os.geteuid() else os.environ.get("SUDO_USER", "")
 
 
 def call(*command: str, may_fail: bool = False) -> subprocess.CompletedProcess[str]:

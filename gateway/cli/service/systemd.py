@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from gateway.cli.service.system import NAME, RESTART_DELAY_S, Job, call
+from gateway.cli.service.system import NAME, RESTART_DELAY_S, call
 
 # The colon before the command line keeps `$` as it is.
 _DEFINITION = """\
@@ -37,12 +38,13 @@ class Systemd:
         config = os.environ.get("XDG_CONFIG_HOME") or self.home / ".config"
         self.definition = Path(config) / "systemd/user" / _UNIT
 
-    def install(self, job: Job) -> str:
+    def install(self, command: Sequence[str], environment: Mapping[str, str], stop_s: int) -> str:
         """Start the service, in place of an older one; return a warning, or nothing."""
-        variables = (f"{name}={value}" for name, value in job.environment.items())
+        variables = (f"{name}={value}" for name, value in environment.items())
         definition = _DEFINITION.format(
-            _quoted(*job.command), _quoted(*variables), RESTART_DELAY_S, job.stop_s
+            _quoted(*command), _quoted(*variables), RESTART_DELAY_S, stop_s
         )
+        _systemctl("show-environment")  # fails, before anything is written, without systemd
         self.definition.parent.mkdir(parents=True, exist_ok=True)
         self.definition.write_text(definition)
         _systemctl("daemon-reload")
@@ -54,10 +56,10 @@ class Systemd:
     def state(self) -> tuple[int, str]:
         """Return its process (0: none), and its last exit code if it has ended before."""
         names = ("MainPID", "ExecMainStatus", "ExecMainExitTimestampMonotonic")
-        lines = _systemctl("show", _UNIT, f"--property={','.join(names)}").splitlines()
-        values = dict(line.split("=", 1) for line in lines if "=" in line)
-        process, code, ended_us = (values.get(name, "0") for name in names)
-        return int(process), code if ended_us != "0" else ""
+        process, code, ended_us = (
+            _systemctl("show", _UNIT, f"--property={name}", "--value").strip() for name in names
+        )
+        return int(process or 0), "" if ended_us in ("", "0") else code
 
     def restart(self) -> None:
         """Restart the unit."""

@@ -33,9 +33,12 @@ esac
 SYSTEMCTL = """#!/bin/sh
 cd "$HOME"
 [ "$XDG_RUNTIME_DIR" ] || exit 1 # without it the real one does not know which bus
-[ "$2" = show ] || echo "${0##*/} $*" >>calls
 case "$*" in
-*show*) cat shown ;;
+*show-environment*) ;;
+*show*) sed -n "s/^${4#--property=}=//p" shown && exit ;;
+*) echo "${0##*/} $*" >>calls ;;
+esac
+case "$*" in
 *"$REFUSED"*) echo "Failed to connect to bus: no medium" >&2 && exit 1 ;;
 esac
 """
@@ -50,11 +53,9 @@ class Machine:
         self.home = home
         self._capsys = capsys
         scripts = {"launchctl": LAUNCHCTL, "systemctl": SYSTEMCTL, "loginctl": SYSTEMCTL}
+        (home / "bin").mkdir()
         for command, script in scripts.items():
-            file = home / "bin" / command
-            file.parent.mkdir(exist_ok=True)
-            file.write_text(script)
-            file.chmod(0o755)
+            self.add(command, script)
         (home / "shown").write_text(RUNNING)
         (home / "here").mkdir()
         monkeypatch.chdir(home / "here")
@@ -68,6 +69,11 @@ class Machine:
         monkeypatch.setenv("PATH", f"{home / 'bin'}:{os.environ['PATH']}")
         monkeypatch.setattr("platform.system", lambda: name)
         monkeypatch.setattr(launchd, "DAEMONS", home / "daemons")
+
+    def add(self, command: str, script: str) -> None:
+        file = self.home / "bin" / command
+        file.write_text(script)
+        file.chmod(0o755)
 
     def run(self, *arguments: str) -> str:
         """Return what a command prints, or its error, with its exit code if that is not 0."""
@@ -149,6 +155,9 @@ def test_a_daemon_belongs_to_the_account_that_uses_sudo(mac, monkeypatch) -> Non
     refused = "paceline: This service can only be changed with sudo, from the account"
     assert refused in mac.run("install", "--system")
     monkeypatch.setenv("SUDO_USER", "team")
+    monkeypatch.setattr("os.geteuid", lambda: 501)  # another account, by `sudo -u`
+    assert refused in mac.run("install", "--system")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
     account = SimpleNamespace(pw_dir=str(mac.home))
     monkeypatch.setattr("pwd.getpwnam", lambda name: {"team": account}[name])
     assert "only be changed without sudo" in mac.run("install")
@@ -247,6 +256,9 @@ def test_errors_of_the_system_reach_the_terminal_in_one_line(linux, monkeypatch)
     monkeypatch.setenv("PATH", str(linux.home / "bin"))
     assert "This machine has no command `systemctl" in linux.run("restart")
     linux.unit.unlink()
+    assert "This machine has no command `systemctl" in linux.run("install", "gateway")
+    assert not linux.unit.exists()
+    linux.add("systemctl", SYSTEMCTL)
     linux.unit.parent.rmdir()
     linux.unit.parent.write_text("")
     assert f"{linux.unit}: " in linux.run("install", "gateway")

@@ -52,6 +52,19 @@ def test_its_commands_ask_a_question_find_this_gateway_and_open_it_for_another_m
     assert "keys create" not in text, "it needs no first one"
 
 
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [("{}/bin/paceline", "bin/paceline ask "), ("{}/gateway/__main__.py", "    paceline ask ")],
+)
+def test_it_names_a_command_that_the_shell_does_not_find(
+    tmp_path, monkeypatch, script, command
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("sys.argv", [script.format(tmp_path), "up"])
+    assert command in message(tmp_path)
+
+
 def test_l9_an_open_gateway_prints_the_token_on_a_terminal_alone(tmp_path, monkeypatch) -> None:
     text = message(tmp_path, host="0.0.0.0", keyed=True)
     assert " worker --join http://" in text
