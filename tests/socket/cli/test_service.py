@@ -22,12 +22,18 @@ from tests.support.running_gateway import wait_until
 LAUNCHCTL = """#!/bin/sh
 cd "$HOME"
 [ "$1" = print ] || echo "$*" >>calls
+state() { printf '\\tstate = any\\n\\tpid = %s\\n\\tlast exit code = %s\\n' "$@"; }
+[ ! -e leaving ] || [ "$1" = print ] || exit 5
 case "$1" in
-print) cat loaded 2>/dev/null || exit 113 ;;
-bootstrap) printf '\\tpid = 4711\\n\\tlast exit code = (never exited)\\n' >loaded ;;
-kill) printf '\\tstate = not running\\n\\tlast exit code = 0\\n' >loaded ;;
-kickstart) [ -e loaded ] && printf '\\tpid = 4712\\n\\tlast exit code = 0\\n' >loaded ;;
-bootout) rm -f loaded ;;
+print) # what ends does so after it has been asked for once
+    [ ! -e ending ] || { rm ending && state 4711 0 && exit; }
+    [ ! -e leaving ] || { rm leaving && exit; }
+    cat loaded 2>/dev/null || exit 113
+    ;;
+bootstrap) state 4711 '(never exited)' >loaded ;;
+kill) touch ending && state none 0 >loaded ;;
+kickstart) [ ! -e ending ] && [ -e loaded ] && state 4712 0 >loaded ;;
+bootout) [ ! -e ending ] && rm -f loaded && touch leaving ;;
 esac
 """
 SYSTEMCTL = """#!/bin/sh
@@ -69,6 +75,7 @@ class Machine:
         monkeypatch.setenv("PATH", f"{home / 'bin'}:{os.environ['PATH']}")
         monkeypatch.setattr("platform.system", lambda: name)
         monkeypatch.setattr(launchd, "DAEMONS", home / "daemons")
+        monkeypatch.setattr(launchd, "_POLL_S", 0.001)
 
     def add(self, command: str, script: str) -> None:
         file = self.home / "bin" / command
@@ -185,7 +192,9 @@ def test_systemd_gets_a_unit_that_it_verifies_and_lets_it_linger(linux, monkeypa
     started += [f"{user} restart paceline.service", "loginctl enable-linger"]
     assert linux.calls() == started
     unit = linux.unit.read_text()
-    assert "TimeoutStopSec=3600\n" in unit
+    keeping = ("StartLimitIntervalSec=0", "Restart=on-failure", "RestartSec=10", "KillMode=mixed")
+    lines = {*unit.splitlines()}
+    assert lines > {*keeping, "TimeoutStopSec=3600", "Type=exec", "WantedBy=default.target"}
     assert '"HF_HOME=/models/100%% of it"' in unit
     assert f'''"{linux.home}/a \\"100%%\\" $HOME folder\\\\/mine.yaml"''' in unit
     if verify := shutil.which("systemd-analyze"):
