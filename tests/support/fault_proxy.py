@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.http_server import close_server
+
 _PIECE_BYTES = 65536
 RESET_AT_ONCE = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
 _END_BYTES = 4096
@@ -81,11 +83,7 @@ class FaultProxy:
 
     async def _close(self) -> None:
         if self._server is not None:
-            # A server of asyncio that is closed leaves open what it has just accepted.
-            self._loop.remove_reader(self._bound)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            self._server.close()
+            await close_server(self._server, self._bound)
             self._server = None
             self._bound.close()
             self._bound = _bound(self._address[1])
