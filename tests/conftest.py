@@ -1,7 +1,5 @@
 """Hooks for all tests: marks by folder, order, and the hypothesis profile."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """The standing attacker of the benchmarks, for a moment."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
