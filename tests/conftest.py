@@ -118,6 +118,14 @@ def no_ca_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_disk_sync() -> Iterator[None]:
+    """Let no start of a gateway and no other write wait for the disk: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_kernel_compiler() -> Iterator[None]:
     """Let MLX compile nothing in the processes that tests start on Linux.
 

@@ -83,7 +83,7 @@ class FaultProxy:
 
     async def _close(self) -> None:
         if self._server is not None:
-            await close_server(self._server, self._bound)
+            await close_server(self._server)
             self._server = None
             self._bound.close()
             self._bound = _bound(self._address[1])
@@ -212,7 +212,7 @@ async def _forward_requests(
 
 
 def _bound(port: int) -> socket.socket:
-    bound = socket.socket()
+    bound = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio lets small pieces wait
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))
     return bound

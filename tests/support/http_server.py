@@ -124,7 +124,7 @@ async def serve_connections(
     try:
         yield
     finally:
-        await close_server(server, listener)
+        await close_server(server)
         for connection in tuple(connections):
             if not connection.closed:
                 connection.close()
@@ -136,21 +136,21 @@ async def serve_streams(
     serve: Serve, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
     """Serve connections, each by one call, which closes it; yield the port."""
-    listener = socket.create_server((host, port))
-    server = await asyncio.start_server(serve, sock=listener, ssl=tls)
+    server = await asyncio.start_server(serve, host, port, ssl=tls)
     try:
-        yield listener.getsockname()[1]
+        yield server.sockets[0].getsockname()[1]
     finally:
-        await close_server(server, listener)
+        await close_server(server)
 
 
-async def close_server(server: asyncio.Server, listener: socket.socket) -> None:
+async def close_server(server: asyncio.Server) -> None:
     """Close a server that may be accepting a connection.
 
     asyncio loses a connection that it has accepted when the server closes: the server accepts no
     more, and makes those first.
     """
-    asyncio.get_running_loop().remove_reader(listener)
+    for listener in server.sockets:
+        server.get_loop().remove_reader(listener)
     for _ in range(5):
         await asyncio.sleep(0)
     server.close()
