@@ -183,7 +183,7 @@ class Fleet(RuleBasedStateMachine):
         self.runner.run(gateway.store.apply(proposal(content), AUTHOR_ANN, onto=onto))
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.proof)])
 def test_f81_no_edit_is_undone_by_a_file_that_nobody_changed(redis, tmp_path, count) -> None:
     numbers = itertools.count()
     run_state_machine_as_test(
