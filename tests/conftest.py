@@ -1,7 +1,5 @@
 """Hooks for all tests: marks by folder, order, and the hypothesis profile."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -116,6 +114,14 @@ def no_ca_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("SSL_CERT_FILE", raising=False)
         patched.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no_authorities")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_disk_sync() -> Iterator[None]:
+    """Let no start of a gateway and no other write wait for the disk: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: None)
         yield
 
 

@@ -6,7 +6,6 @@ import re
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from gateway.cli import main
 from tests.support.gateway_fixtures import remove_settings
 from tests.support.openai_requests import LONG_TEXT, text_body
+from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.paceline_process import (
     READY_AGAIN,
     UpProcess,
@@ -49,15 +49,9 @@ def paceline(monkeypatch, capsys, tmp_path) -> Paceline:
 
 
 def end_of(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway", *arguments],
-        cwd=folder,
-        env=process_environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    with PacelineFork(arguments, **PIPES, env=process_environment(folder), cwd=folder) as process:
+        output, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 def test_up_prints_a_command_that_asks_and_runs_unchanged(up: UpProcess) -> None:

@@ -1,7 +1,5 @@
 """Starting and shutting down: settings, startup errors, draining and signals."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

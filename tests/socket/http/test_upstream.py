@@ -2,14 +2,14 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
 
 from gateway.http.upstream import HEAD_LIMIT_BYTES, ConnectionLost, ReadTimeout, UpstreamConnection
+from tests.support.http_server import Serve, serve_streams
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
 BODY = b"body"
 TIMEOUT_S = 30.0
@@ -34,9 +34,7 @@ async def connected(
         writer.close()
         served.set()
 
-    server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
+    async with serve_streams(serve_and_close) as port:
         _, connection = await loop.create_connection(
             lambda: UpstreamConnection(loop, released.append), "127.0.0.1", port
         )
