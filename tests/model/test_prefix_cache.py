@@ -1,6 +1,7 @@
 """The prefix cache: equal answers, with most of the prompt cached."""
 
 import gc
+import json
 import os
 import shutil
 import time
@@ -21,13 +22,8 @@ from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
 from workers.demo import CHECKPOINT
 from workers.engine.decode.prefill import context_of
 from workers.engine.prefix.cache import PrefixCache
-from workers.engine.prefix.files import (
-    TTL_S,
-    FileName,
-    HostPrefix,
-    PrefixCacheFiles,
-    fingerprint,
-)
+from workers.engine.prefix.files import TTL_S, FileName, HostPrefix, PrefixCacheFiles
+from workers.engine.prefix.fingerprint import ModelFiles
 from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import LaneName
 
@@ -399,6 +395,78 @@ def test_files_that_nobody_used_for_a_week_are_deleted(tmp_path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
+def test_a_running_worker_neither_finds_nor_renews_what_nobody_used_for_a_week(files) -> None:
+    tokens = np.arange(4, dtype=np.int64)
+    names = [files.name("", tokens[:end], end - 2, resumable=True) for end in (2, 4)]
+    for name in names:
+        files.save(name, HostPrefix(arrays={"tokens": np.zeros(2)}, bfloat16=frozenset()))
+    longer = np.append(tokens, 4)
+    assert files.find("", longer, 0) == names
+    week_ago_s = time.time() - TTL_S - 1
+    for path, left in ((files._path(names[1]), names[:1]), (files._path(names[0]), [])):
+        os.utime(path, (week_ago_s, week_ago_s))
+        found = files.find("", longer, 0)
+        assert found == left
+    assert names[0] not in files, "so that it is written again"
+    files._names[2, names[0].digest] = names[0]
+    assert files.load(names[0]) is None
+    assert files._path(names[0]).stat().st_mtime == week_ago_s
+
+
+def test_workers_of_one_folder_share_its_limits_and_see_what_others_evict(tmp_path) -> None:
+    host = HostPrefix(arrays={"tokens": np.zeros(100)}, bfloat16=frozenset())
+    first, second = (PrefixCacheFiles(tmp_path, 6000, "model", SECRET) for _ in range(2))
+    names = [NAME._replace(end=5 + number) for number in range(13)]
+    partial = tmp_path / "other.partial"
+    partial.write_bytes(bytes(2500))
+    for number, name in enumerate(names):
+        (first, second)[number % 2].save(name, host)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*l*")) <= 6000
+    assert (names[0] in first, first.load(names[0])) == (False, None), "it has evicted that one"
+    assert (names[9] in second, names[10] in first) == (True, True)
+    assert (names[11] in second, names[12] in first) == (False, False), "a day allows no more"
+    os.utime(partial, (1, 1))
+    PrefixCacheFiles(tmp_path, 6000, "model", SECRET)
+    assert not partial.exists(), "its writer has ended"
+
+
+def test_a_writer_that_is_stopped_holds_up_no_other_one(tmp_path, monkeypatch) -> None:
+    first, second = (PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET) for _ in range(2))
+    monkeypatch.setattr("workers.engine.prefix.files._LOCK_S", 0.0)
+    with first._lock():
+        second.save(NAME, HostPrefix(arrays={"tokens": np.zeros(4)}, bfloat16=frozenset()))
+    assert NAME in second
+
+
+def test_the_keys_of_prompts_survive_a_restart_with_their_files(make_lane, submit, files) -> None:
+    prefix_cache = PrefixCache(1 << 30, files)
+    lane = make_lane(prefix_cache=prefix_cache)
+    prompt = submit(lane, "Who are you?", system=SYSTEM).row.prompt
+    run_until_idle(lane)
+    prefix_cache.name_turn(prompt.scope, prompt.identity[: prompt.turn_tokens], "turn")
+    keys = set(prefix_cache.keys)
+    prefix_cache.close()
+    assert keys == {prompt.prefix.key, "turn"}
+
+    restarted = PrefixCacheFiles(*files_arguments(files))
+    again = PrefixCache(1 << 30, restarted)
+    assert set(again.keys) == keys
+    for name in list(restarted._names.values()):
+        restarted._path(name).unlink()
+        assert name not in restarted
+    assert again.keys == ()
+    again.close()
+
+
+@pytest.mark.parametrize("keys", [["a" * 129], ["a b", "\n"], [str(at) for at in range(99)], [7]])
+def test_l8_the_keys_of_a_hostile_file_are_bounded(files, keys: list[Any]) -> None:
+    files.save(NAME, HostPrefix(arrays={"tokens": np.zeros(4)}, bfloat16=frozenset()))
+    header = json.dumps({"__metadata__": {"keys": ",".join(map(str, keys)) if keys != [7] else 7}})
+    files._path(NAME).write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    found = list(PrefixCacheFiles(*files_arguments(files)).keys)
+    assert found == [str(at) for at in range(16)] * (len(keys) == 99)
+
+
 def test_a_disk_that_takes_no_file_is_logged_once(tmp_path, caplog) -> None:
     files = PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET)
     tmp_path.rmdir()
@@ -410,16 +478,40 @@ def test_a_disk_that_takes_no_file_is_logged_once(tmp_path, caplog) -> None:
     ]
 
 
-def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.37, 0.5, 1.0])
+def test_checkpoints_with_any_other_byte_have_other_fingerprints(tmp_path, share: float) -> None:
     shutil.copytree(CHECKPOINT, tmp_path / "other")
     weights = tmp_path / "other" / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    for at in range(len(data) // 2, len(data), 997):  # a fine-tune changes a little everywhere
-        data[at] ^= 1
-    before = fingerprint(tmp_path / "other")
+    data[int(share * (len(data) - 1))] ^= 1
+    before = ModelFiles(tmp_path / "other").fingerprint()
     weights.write_bytes(data)
+    after = ModelFiles(tmp_path / "other").fingerprint()
 
-    assert fingerprint(CHECKPOINT) == before != fingerprint(tmp_path / "other")
+    assert ModelFiles(CHECKPOINT).fingerprint() == before
+    assert before is not None
+    assert not {*before} & {*(after or before)}
+
+
+def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("workers.engine.prefix.fingerprint.AT_ONCE_BYTES", 0)
+    kept, weights = tmp_path / "digests.json", tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(100))
+    first = ModelFiles(tmp_path, kept=kept)
+
+    assert first.fingerprint() is None
+    assert first.read(lambda: True) is None
+    assert not kept.exists()
+    known = first.read()
+    assert known is not None
+    assert ModelFiles(tmp_path, kept=kept).fingerprint() == known
+    os.utime(weights, ns=(1, 1))
+    assert ModelFiles(tmp_path, kept=kept).fingerprint() is None
+    kept.write_text("[1]")
+    changed = ModelFiles(tmp_path, kept=kept)
+    weights.write_bytes(bytes(101))
+    assert changed.read() is None
+    assert ModelFiles(tmp_path, kept=kept).read() != known
 
 
 def test_a_lane_reports_its_speed_and_pending_tokens(make_lane, submit, prefix_cache) -> None:

@@ -84,13 +84,22 @@ class PrefixCache:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the keys in memory, most recently used first; safe from any thread."""
-        return tuple(self._by_key)[::-1]
+        """Return the keys in memory, most recently used first, then those on disk.
+
+        Safe from any thread.
+        """
+        files = self._files
+        on_disk = files.keys if files is not None else ()
+        return tuple(dict.fromkeys((*tuple(self._by_key)[::-1], *on_disk)))
 
     @property
     def evicted_keys(self) -> tuple[str, ...]:
         """Return the keys whose tokens were evicted and are not on disk, the last one first."""
         return tuple(self._evicted)[::-1]
+
+    def use_files(self, files: PrefixCacheFiles | None) -> None:
+        """Keep nodes in these files from now on; safe from any thread."""
+        self._files = files
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -440,7 +449,11 @@ class PrefixCache:
         if pending_bytes + size_bytes > limit_bytes and until_s is None:
             return
         node.written = True
-        if name in files or name in self._pending:
+        keys = (*node.keys, *node.turns)
+        if name in files:
+            files.add_keys(name, keys)
+            return
+        if name in self._pending:
             return
         run = node.compute(name)
         with self._lock:
@@ -448,7 +461,7 @@ class PrefixCache:
 
         def save() -> None:
             if until_s is None or time.monotonic() < until_s:
-                files.save(*run.to_host())
+                files.save(*run.to_host(), keys)
             run.arrays.clear()
             with self._lock:
                 del self._pending[name]
