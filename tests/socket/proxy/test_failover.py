@@ -228,7 +228,6 @@ def small_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
             False,
             id="its body is larger than the limit",
         ),
-        pytest.param(telling(cut_after=2), {"exact": True}, False, id="it is exact"),
     ],
 )
 def test_f03_a_stream_that_nobody_can_go_on_with_ends_in_an_error(

@@ -156,6 +156,8 @@ class Row:
     """None unless the generation asks for them."""
     answer: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
+    replayed: deque[int] = field(default_factory=deque)
+    """Next tokens of an exact answer whose caches are lost: steps decode them again."""
     given_tokens: int = 0
     """The first tokens of the answer, which another worker has generated."""
     finish_reason: types.FinishReason | None = None
@@ -293,6 +295,9 @@ class Row:
         in one delta: at once, or together with the text of the next steps if the last delta is
         younger than `DELTA_INTERVAL_S`.
         """
+        if self.replayed:
+            self.answer.append(self.replayed.popleft())
+            return 1
         drafts = len(tokens) - 1
         appended = self._append(tokens, logprobs, sources, drafts, now_s)
         if self.generation.report_steps:
@@ -301,6 +306,14 @@ class Row:
         if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
             self._emit_delta(now_s)
         return appended
+
+    def replay(self) -> None:
+        """Let steps decode all tokens but the first again, and so fill the caches as before.
+
+        Reading them in one pass would round otherwise. All other states stay as they are.
+        """
+        tokens = [*self.answer, *self.replayed]
+        self.answer, self.replayed = tokens[:1], deque(tokens[1:])
 
     def restore(self, given: types.GivenAnswer) -> Sequence[types.Delta]:
         """Take the beginning of the answer as another worker has generated it; return its deltas.

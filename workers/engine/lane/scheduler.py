@@ -287,10 +287,8 @@ class LaneScheduler:
             self._open_prefill(row)
 
     def _open_prefill(self, row: Row) -> None:
-        if row.generation.exact and len(row.answer) > 1:
-            # To read the answer in one pass rounds otherwise than to decode it.
-            self._fail([row], RuntimeError("An exact answer has lost its caches."))
-            return
+        if row.generation.exact:
+            row.replay()
         try:
             head = None if row.generation.exact else self._head.usable
             prefill = start_prefill(row, self._target, head, self._admission.prefix_cache)
