@@ -155,7 +155,7 @@ def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
 def test_memory_preempts_exact_answers_last_and_decodes_them_again(
     make_lane, submit, ask, monkeypatch
 ) -> None:
-    lane, replayed = make_lane(), []
+    lane, replayed = make_lane(), list[bool]()
     options = {"max_tokens": 24, "draft_tokens": 0, "top_logprobs": 2}
     alone = ask(lane, "Tell me a story.", exact=True, **options)
     rows = [
@@ -164,7 +164,12 @@ def test_memory_preempts_exact_answers_last_and_decodes_them_again(
     while lane.running_rows < len(rows) or len(rows[1].row.answer) < 5:
         lane.step()
     replay = Row.replay
-    monkeypatch.setattr(Row, "replay", lambda row: (replayed.append(len(row.answer)), replay(row)))
+
+    def record(row: Row) -> None:
+        replayed.append(len(row.answer) > 1)
+        replay(row)
+
+    monkeypatch.setattr(Row, "replay", record)
     lane._admission.memory = MemoryEstimate(
         token_bytes=1, row_bytes=1, room_bytes=400
     )  # for one row
@@ -174,4 +179,4 @@ def test_memory_preempts_exact_answers_last_and_decodes_them_again(
     for row in rows[:2]:
         assert row.row.answer == alone.row.answer
         assert row.logprobs == alone.logprobs
-    assert replayed, "a row lost its caches in the middle of its answer"
+    assert any(replayed), "a row lost its caches in the middle of its answer"

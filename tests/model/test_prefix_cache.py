@@ -24,8 +24,9 @@ from workers.engine.decode.prefill import context_of
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.prefix.files import TTL_S, FileName, HostPrefix, PrefixCacheFiles
 from workers.engine.prefix.fingerprint import ModelFiles
+from workers.engine.prefix.tree import common_length
 from workers.engine.text.tokenizer import PreparedPrompt
-from workers.engine.types import LaneName
+from workers.engine.types import LaneName, Prompt
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 6
 OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 6
@@ -363,6 +364,52 @@ def test_what_is_evicted_next_is_on_disk_before(make_lane, ask, tmp_path, monkey
     assert 2 < len(evicted) < 10
     assert all(files.find("", tokens, 0) for tokens in evicted)
     prefix_cache.close()
+
+
+def test_a_waiting_row_gets_from_disk_what_others_have_evicted(make_lane, submit, tmp_path) -> None:
+    def prompt(number: int, *further: int) -> PreparedPrompt:
+        tokens = tuple(20 + (at * number + 99 * number) % 700 for at in range(300))
+        return PreparedPrompt(tokens=(*tokens, *further), scope="")
+
+    files = PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
+    prefix_cache = PrefixCache(1 << 30, files)
+    lane = make_lane(prefix_cache=prefix_cache, max_rows=1)
+    begun = submit(lane, prompt(1), max_tokens=2).row
+    run_until_idle(lane)
+    prefix_cache.limit_bytes = int(1.5 * prefix_cache.size_bytes)
+    rows = [submit(lane, prompt(number), max_tokens=2).row for number in (3, 7)]
+    rows += [submit(lane, prompt(1, *begun.answer, *range(50)), max_tokens=2).row for _ in range(2)]
+    assert rows[-1].held_tokens >= 290
+    dropped = submit(lane, prompt(1, *begun.answer, 50), max_tokens=2).row
+    dropped.cancelled = True
+    run_until_idle(lane)
+    assert [row.cached_kinds.get("disk", 0) > 290 for row in rows[:3]] == [False, False, True]
+    assert [row.cached_tokens > 290 for row in rows] == [False, False, True, True]
+    assert dropped.reloading is None
+    prefix_cache.close()
+
+
+@pytest.mark.parametrize("changed", [1, 3, 5])
+def test_each_message_of_a_prompt_that_is_read_at_once_is_a_checkpoint(
+    make_lane, submit, prompt_renderer, prefix_cache, changed: int
+) -> None:
+    def prompt(texts: list[str]) -> PreparedPrompt:
+        roles = ("user", "assistant")
+        chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+        text = prompt_renderer.chat(chat)
+        end = prompt_renderer.turn_end(text, chat)
+        return prompt_renderer.prepare(Prompt(text=text, turn_end=end, scope=""))
+
+    lane = make_lane(prefix_cache=prefix_cache)
+    texts = [f"{at} " + "The red fox sees the old tree. " * 60 for at in range(7)]
+    whole = submit(lane, prompt(texts), max_tokens=1).row
+    run_until_idle(lane)
+    fork = submit(lane, prompt([*texts[:changed], "Who are you?"]), max_tokens=1).row
+    run_until_idle(lane)
+    shared = common_length(whole.prompt.identity, fork.prompt.identity)
+    assert shared > 200 * changed
+    assert shared - fork.cached_tokens < 8
+    assert len(list(prefix_cache._nodes())) <= 2 * 8
 
 
 def test_files_read_ahead_are_bounded_and_their_reading_is_cancelled(

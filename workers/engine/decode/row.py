@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -184,6 +185,10 @@ class Row:
     """Whether the prefix cache may store the row's caches: they hold what the tokens say."""
     expected_tokens: int = 0
     """Prompt tokens in the prefix cache when the row was queued, or later."""
+    held_tokens: int = 0
+    """The most of these, until the row is read."""
+    reloading: Future[list[Prefetched]] | None = None
+    """Reading from disk of what was evicted of them meanwhile."""
     prefetched: Sequence[Prefetched] = ()
     """Beginning of the prompt, read from disk; empty again once it is in memory."""
     loaded: list[LoadedRange] = field(default_factory=list)

@@ -212,6 +212,12 @@ class PrefixCache:
             runs.append(run)
         return runs
 
+    def reload(
+        self, scope: str | None, tokens: TokenArray, is_cancelled: Callable[[], bool]
+    ) -> Future[list[Prefetched]]:
+        """Read from disk what memory lacks of a prompt, after all that waits to be written."""
+        return self._writer.submit(self.prefetch, scope, tokens, is_cancelled)
+
     def _add_prefetched(self, size_bytes: int) -> None:
         with self._lock:
             self._prefetched_bytes += size_bytes
