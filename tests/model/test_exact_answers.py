@@ -135,11 +135,14 @@ async def test_an_exact_answer_to_a_picture_has_the_same_bits_in_company(engine:
     assert await bits_in_company(engine, wanted, company_of(engine, 2)) == alone
 
 
+@pytest.mark.parametrize(
+    ("chunk_tokens", "read"), [(2048, [EXACT_CHUNK_TOKENS] * 2 + [88]), (200, [200] * 3)]
+)
 def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
-    make_lane, ask, monkeypatch
+    make_lane, ask, monkeypatch, chunk_tokens: int, read: list[int]
 ) -> None:
     chunks: list[int] = []
-    lane = make_lane(chunk_tokens=2048)
+    lane = make_lane(chunk_tokens=chunk_tokens)
     observe = lane._prefill_budget.observe
 
     def record(tokens: int, duration_s: float, **context: object) -> None:
@@ -149,7 +152,7 @@ def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
     monkeypatch.setattr(lane._prefill_budget, "observe", record)
     ask(lane, list(range(40, 640)), max_tokens=4, draft_tokens=0, exact=True)
 
-    assert chunks == [EXACT_CHUNK_TOKENS, EXACT_CHUNK_TOKENS, 88]
+    assert chunks == read
 
 
 def test_memory_preempts_exact_answers_last_and_decodes_them_again(

@@ -392,7 +392,7 @@ class Row:
             begin = self.text.decided_chars
             ended = token in self.ends
             part = self._read(token, ended=ended, now_s=now_s)
-            if logprobs and (ended or part is Part.ANSWER):
+            if logprobs and part is Part.ANSWER:
                 self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))
             appended += 1
             self.answer.append(token)
@@ -426,7 +426,7 @@ class Row:
         if self.matcher is not None and place.answering and token != place.beginning:
             self.matcher.advance(token)
         if ended:
-            return Part.MARK
+            return Part.ANSWER  # though it has no text
         if part is Part.MARK:
             self._flush()
         elif part is Part.REASONING and self.reasoning is not None:
