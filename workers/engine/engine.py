@@ -238,6 +238,9 @@ class Engine(ThreadedEngine):
                 row.prompt.identity,
                 lambda: row.cancelled,
             )
+            if not row.prefetched and self.prefix_cache.is_behind:
+                # Perhaps; if memory has less when its turn comes, the row looks once more.
+                row.held_tokens = len(row.prompt.tokens) // 2
             if prefix_sources and self.exchange is not None:
                 await self.exchange.fetch(row, lane, prefix_sources)
             self.thread.submit(partial(lane.add, row))

@@ -202,7 +202,8 @@ class LaneScheduler:
             self._draining = True
             self._drain_rate.begin(self._clock())
         self._waiting.append(row)
-        row.expected_tokens = row.held_tokens = self.cached_tokens(row)
+        row.expected_tokens = self.cached_tokens(row)
+        row.held_tokens = max(row.held_tokens, row.expected_tokens)
         self._update_occupancy()
 
     def step(self) -> None:
@@ -296,10 +297,14 @@ class LaneScheduler:
     def _reloads(self, row: Row) -> bool:
         """Return whether a row waits for nodes that others have evicted while it waited."""
         cache, reading = self._admission.prefix_cache, row.reloading
+        if not row.held_tokens:
+            return False
         if reading is None:
             match = find_prefix(row, self._target, self._head.usable, cache)
             if (match.tokens if match else 0) >= row.held_tokens:
                 return False
+            if any(other.reloading for other in self._waiting):
+                return True  # one after another, since together they may hold little
             cache.touch(match.nodes if match else ())
             row.prefetched, prompt = (), row.prompt
             reading = cache.reload(prompt.scope, prompt.identity, lambda: row.cancelled)

@@ -201,8 +201,8 @@ class PrefixCache:
             return []
         # The engine thread may change the tree meanwhile: then a file is read in vain.
         files = self.read_files(self.find_files(scope, tokens, self.known_tokens(scope, tokens)))
-        runs, share_bytes = [], _PREFETCH_SHARE * self.limit_bytes
-        while not is_cancelled() and self._prefetched_bytes < share_bytes:
+        runs = []
+        while not is_cancelled() and self._prefetched_bytes < self._most_prefetched_bytes:
             run = next(files, None)
             if run is None:
                 break
@@ -211,6 +211,15 @@ class PrefixCache:
             weakref.finalize(run[1], self._add_prefetched, -size_bytes).atexit = False
             runs.append(run)
         return runs
+
+    @property
+    def _most_prefetched_bytes(self) -> float:
+        return _PREFETCH_SHARE * self.limit_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether nodes wait to be written, or as much is read as requests may hold."""
+        return bool(self._pending) or self._prefetched_bytes >= self._most_prefetched_bytes
 
     def reload(
         self, scope: str | None, tokens: TokenArray, is_cancelled: Callable[[], bool]
