@@ -1,10 +1,12 @@
 """The prefix cache: equal answers, with most of the prompt cached."""
 
+import asyncio
 import gc
 import json
 import os
 import shutil
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from hypothesis import strategies as st
 
 from paceline.protocol import PrefixCounts
 from paceline.request.profile import Bypass
+from tests.support.engine_answers import generation_for
 from tests.support.engine_lane import run_until_idle
 from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
+from tests.support.served_engine import running_engine
 from workers.demo import CHECKPOINT
 from workers.engine.decode.prefill import context_of
 from workers.engine.prefix.cache import PrefixCache
@@ -26,7 +30,7 @@ from workers.engine.prefix.files import TTL_S, FileName, HostPrefix, PrefixCache
 from workers.engine.prefix.fingerprint import ModelFiles
 from workers.engine.prefix.tree import common_length
 from workers.engine.text.tokenizer import PreparedPrompt
-from workers.engine.types import LaneName, Prompt
+from workers.engine.types import Finished, LaneName, Prompt, Usage
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 6
 OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 6
@@ -387,6 +391,28 @@ def test_a_waiting_row_gets_from_disk_what_others_have_evicted(make_lane, submit
     assert [row.cached_tokens > 290 for row in rows] == [False, False, True, True]
     assert dropped.reloading is None
     prefix_cache.close()
+
+
+async def test_chats_at_once_find_on_disk_what_memory_has_no_room_for(tmp_path) -> None:
+    options = {"prefix_cache_dir": tmp_path, "prefix_cache_secret": SECRET}
+    with running_engine(prefix_cache_bytes=2_000_000, **options) as engine:
+        chats = [[{"role": "user", "content": f"{at} {SYSTEM * 5}"}] for at in range(8)]
+
+        async def next_turn(chat: list[dict[str, str]]) -> Usage:
+            text = engine.prompts.chat(chat)
+            prompt = Prompt(text=text, scope="", turn_end=engine.prompts.turn_end(text, chat))
+            wanted = generation_for(engine, "", prompt=prompt, max_tokens=4)
+            async with aclosing(engine.generate(wanted)) as events:
+                *_, end = [event async for event in events]
+            assert isinstance(end, Finished)
+            chat += [{"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+            return end.usage
+
+        first, second = [await asyncio.gather(*map(next_turn, chats)) for _ in range(2)]
+        held_bytes = engine.prefix_cache.size_bytes
+    known = sum(one.prompt_tokens for one in first)
+    assert held_bytes < 2_000_000 < known * 1000, "they do not fit into memory"
+    assert sum(one.cached_tokens for one in second) > 0.95 * (known - 8 * 8)
 
 
 @pytest.mark.parametrize("changed", [1, 3, 5])

@@ -232,15 +232,7 @@ class Engine(ThreadedEngine):
                 yield row.finished_event()
                 return
         try:
-            row.prefetched = await asyncio.to_thread(
-                self.prefix_cache.prefetch,
-                row.prompt.scope,
-                row.prompt.identity,
-                lambda: row.cancelled,
-            )
-            if not row.prefetched and self.prefix_cache.is_behind:
-                # Perhaps; if memory has less when its turn comes, the row looks once more.
-                row.held_tokens = len(row.prompt.tokens) // 2
+            await asyncio.to_thread(self._prefetch, row)
             if prefix_sources and self.exchange is not None:
                 await self.exchange.fetch(row, lane, prefix_sources)
             self.thread.submit(partial(lane.add, row))
@@ -253,6 +245,20 @@ class Engine(ThreadedEngine):
                     return
         finally:
             row.cancelled = True  # the lane drops it before the next step, if it still has it
+
+    def _prefetch(self, row: Row) -> None:
+        """Read from disk what memory lacks of a prompt; blocks.
+
+        If memory has less than half of it when its turn comes, the row looks once more.
+        """
+        cache, prompt = self.prefix_cache, row.prompt
+        if prompt.scope is None:
+            return
+        row.prefetched = cache.prefetch(prompt.scope, prompt.identity, lambda: row.cancelled)
+        if row.prefetched or not cache.is_behind:
+            row.held_tokens = cache.known_tokens(prompt.scope, prompt.identity) // 2
+        else:
+            row.held_tokens = len(prompt.tokens) // 2
 
     def _lane(self, generation: types.Generation) -> LaneScheduler:
         lane = next((lane for lane in self.lanes if lane.name is generation.lane), None)

@@ -192,6 +192,7 @@ class PrefixCache:
         scope: str | None,
         tokens: TokenArray,
         is_cancelled: Callable[[], bool] = lambda: False,
+        share: float = _PREFETCH_SHARE,
     ) -> list[Prefetched]:
         """Read from disk what memory lacks of a prompt; safe from any thread, blocks.
 
@@ -202,7 +203,7 @@ class PrefixCache:
         # The engine thread may change the tree meanwhile: then a file is read in vain.
         files = self.read_files(self.find_files(scope, tokens, self.known_tokens(scope, tokens)))
         runs = []
-        while not is_cancelled() and self._prefetched_bytes < self._most_prefetched_bytes:
+        while not is_cancelled() and self._prefetched_bytes < share * self.limit_bytes:
             run = next(files, None)
             if run is None:
                 break
@@ -213,19 +214,15 @@ class PrefixCache:
         return runs
 
     @property
-    def _most_prefetched_bytes(self) -> float:
-        return _PREFETCH_SHARE * self.limit_bytes
-
-    @property
     def is_behind(self) -> bool:
         """Return whether nodes wait to be written, or as much is read as requests may hold."""
-        return bool(self._pending) or self._prefetched_bytes >= self._most_prefetched_bytes
+        return bool(self._pending) or self._prefetched_bytes >= _PREFETCH_SHARE * self.limit_bytes
 
     def reload(
         self, scope: str | None, tokens: TokenArray, is_cancelled: Callable[[], bool]
     ) -> Future[list[Prefetched]]:
-        """Read from disk what memory lacks of a prompt, after all that waits to be written."""
-        return self._writer.submit(self.prefetch, scope, tokens, is_cancelled)
+        """Read from disk what memory lacks of the next prompt, once all that waits is written."""
+        return self._writer.submit(self.prefetch, scope, tokens, is_cancelled, 1.0)
 
     def _add_prefetched(self, size_bytes: int) -> None:
         with self._lock:
