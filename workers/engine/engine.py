@@ -131,13 +131,12 @@ class Engine(ThreadedEngine):
         lower_priority()
         try:
             known = files.read(self._stopped.is_set)
-        except OSError as error:
-            logger.warning("model.unidentified error=%s", error.strerror)
-            return
+        except OSError:
+            known = None
         if known is not None:
             self._identify(known)
         elif not self._stopped.is_set():
-            logger.warning("model.unidentified error=files have changed since the start")
+            logger.warning("model.unidentified reason=files have changed since the start")
 
     def _identify(self, known: Fingerprint) -> None:
         """Let the engine use files and nodes of the same model; safe from any thread."""
@@ -255,10 +254,9 @@ class Engine(ThreadedEngine):
         if prompt.scope is None:
             return
         row.prefetched = cache.prefetch(prompt.scope, prompt.identity, lambda: row.cancelled)
-        if row.prefetched or not cache.is_behind:
-            row.held_tokens = cache.known_tokens(prompt.scope, prompt.identity) // 2
-        else:
-            row.held_tokens = len(prompt.tokens) // 2
+        perhaps = not row.prefetched and cache.is_behind
+        known = cache.known_tokens(prompt.scope, prompt.identity)
+        row.held_tokens = (len(prompt.tokens) if perhaps else known) // 2
 
     def _lane(self, generation: types.Generation) -> LaneScheduler:
         lane = next((lane for lane in self.lanes if lane.name is generation.lane), None)

@@ -33,7 +33,6 @@ _PIECE_BYTES = 1 << 23
 AT_ONCE_BYTES = 1 << 26
 """Files of fewer bytes are read before the start of an engine, in a fraction of a second."""
 _KEPT_DIGESTS = 4096
-_DARWIN_THREAD, _DARWIN_BACKGROUND = 3, 0x1000
 
 
 class Fingerprint(NamedTuple):
@@ -106,7 +105,7 @@ class ModelFiles:
 def lower_priority() -> None:
     """Let the thread that calls this run only where others need no processor."""
     if sys.platform == "darwin":
-        os.setpriority(_DARWIN_THREAD, 0, _DARWIN_BACKGROUND)  # its reads give way too
+        os.setpriority(3, 0, 0x1000)  # PRIO_DARWIN_THREAD, PRIO_DARWIN_BG: its reads give way too
     else:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
