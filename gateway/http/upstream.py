@@ -37,7 +37,7 @@ with its frame, and returns whether it did."""
 HEAD_LIMIT_BYTES = 64 * 1024
 # What may be buffered for a client that reads slowly, before the worker is paused.
 _BUFFER_LIMIT_BYTES = 64 * 1024
-# A stream that brings more at once takes turns with others that do, with pauses as long as the turns:
+# A stream that brings more at once takes turns with others that do, with pauses as long as turns:
 # uvloop would read 8 MB of each such stream in one iteration of its loop.
 TURN_BYTES = 16 * 1024
 TURN_S = 0.001
