@@ -269,7 +269,7 @@ FLOOD = b"".join(b"%x\r\n%b\r\n" % (size, b"x" * size) for size in range(1, 500)
 FLOOD_BYTES = sum(range(1, 500))
 
 
-async def test_streams_that_bring_much_at_once_take_turns(monkeypatch) -> None:
+async def test_f87_streams_that_bring_much_at_once_take_turns(monkeypatch) -> None:
     """So the request of another client waits for few of them in each iteration of the loop."""
     monkeypatch.setattr(upstream, "TURN_S", 0)
     taken = [0]
@@ -310,7 +310,9 @@ async def test_streams_that_bring_much_at_once_take_turns(monkeypatch) -> None:
     assert max(taken) <= 4 * TURN_BYTES
 
 
-async def test_a_stream_that_brings_much_at_once_stays_whole_beside_pauses_and_its_end() -> None:
+async def test_f87_a_stream_that_brings_much_at_once_stays_whole_beside_pauses_and_its_end() -> (
+    None
+):
     # Ends where the bytes of one turn do.
     filler = b"x" * (64 * 1024 - len(HEAD) - len(b"ffff\r\n\r\n") - len(END))
     exact = b"%x\r\n%b\r\n" % (len(filler), filler)
