@@ -465,6 +465,9 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the response; it is complete only if its end is that of the connection."""
+        while self._rest and self._error is None:  # TLS tells the end also while nobody reads
+            rest, self._rest = self._rest, b""
+            self.data_received(rest)
         if self._busy and self._phase == _BODY and not self._framed and exc is None:
             self._phase = _END  # HTTP/1.0: the end of the connection ends the response
         why = f"the connection broke: {exc!r}" if exc else "the worker closed the connection"

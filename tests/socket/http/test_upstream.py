@@ -339,6 +339,21 @@ async def test_f87_a_stream_that_brings_much_at_once_stays_whole_beside_pauses_a
             assert connection.open is reused
 
 
+async def test_f87_what_came_before_the_connection_is_lost_stays_whole() -> None:
+    """TLS reports the end of a connection also while its reading is paused."""
+
+    async def serve(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with connected(serve) as (connection, _):
+        asking = asyncio.create_task(send_request(connection))
+        await asyncio.sleep(0)
+        connection.data_received(HEAD + FLOOD + END)
+        connection.connection_lost(None)
+        response = await asking
+        assert len(await response.read()) == FLOOD_BYTES
+
+
 class Sink:
     """A sink for up to a number of parts, and for a share of the chunks offered to it."""
 
