@@ -89,10 +89,10 @@ class DownstreamProtocol(BoundedProtocol):
         if self.writer is not None:
             self.writer.check(now_s)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Create the writer of the response, then start the request."""
         self.writer = ResponseWriter(cycle, self._buffered.write_now)
-        super()._start_asgi_task(cycle, app)
+        super()._start(cycle, app)
 
 
 class EventWriter:

@@ -138,7 +138,7 @@ class ProxyHandler:
             if context.begun and isinstance(error, errors.ShuttingDown):
                 error = errors.Interrupted()
             await self._fail(context, writer, error, context.route_headers())
-        except Exception:
+        except Exception:  # whatever a defect of ours raises: the client gets an error of its wire
             log.exception("request.broken request=%s", context.request_id)
             await self._fail(context, writer, errors.GatewayError(), [])
         finally:
