@@ -116,7 +116,10 @@ async def _listen(
     def create() -> socket.socket:
         socket.getaddrinfo(host, port)  # `create_server` hides that a name is unknown
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        both = host == "::"  # as 0.0.0.0, and as in workers: all addresses of both families
+        return socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
 
     try:
         return stack.enter_context(await asyncio.to_thread(create))

@@ -46,6 +46,7 @@ _SENTENCES = {
     "attempt.unreachable": "No connection to the worker at {address}.",
     "engine.died": "The engine died, and the worker ends with it.",
     "fleet.full": "{workers} workers have joined, and there is no room for {rejected}.",
+    "key.ended_in_use": "The key {key} has ended, and {address} still uses it.",
     "heartbeat.failed": "The gateway does not hear this worker, which tries again: {text}",
     "heartbeat.recovered": "The gateway hears this worker again: {gateway}.",
     "gateway.unreachable": "The worker waits for its gateway. {text}",

@@ -1,4 +1,7 @@
-"""`GET /admin/v1/usage`: the usage of keys and teams by day, as JSON or CSV."""
+"""`GET /admin/v1/usage`: the usage of keys and teams by day, as JSON or CSV.
+
+`GET /v1/usage`: that of the last minute and hour at this gateway; of all keys for an admin.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,22 @@ from pydantic import BeforeValidator
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CurrentGateway, admin_router
-from gateway.api.openapi import FOR_ADMINS, STORED, failures
+from gateway.api.auth import (
+    CurrentGateway,
+    CurrentKey,
+    CurrentProxy,
+    admin_router,
+    data_router,
+)
+from gateway.api.openapi import FOR_ADMINS, FOR_CLIENTS, STORED, failures
+from gateway.auth.api_keys import ADMIN_KEY_ID
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageRow, date_of, sum_by
 from gateway.errors import FieldInvalid
+from gateway.telemetry.recent_usage import RecentUse, used
 
 router = admin_router()
+own = data_router()
 _SHOWN_DAYS = 31
 _COUNTS = UsageRow._fields[2:]
 
@@ -43,6 +55,52 @@ UsageReport = TypedDict(
         "teams": dict[str, dict[str, int]],
     },
 )
+
+
+class KeyUse(TypedDict):
+    """The recent requests of one key at this gateway."""
+
+    key: str
+    """Empty for those without a key."""
+    name: str
+    running: int
+    """Requests that run or wait now."""
+    last_minute: RecentUse
+    last_hour: RecentUse
+
+
+class RecentUsageReport(TypedDict):
+    """The keys that were used in the last hour, those with the most tokens of a minute first."""
+
+    keys: list[KeyUse]
+
+
+@own.get("/v1/usage", responses=failures(*FOR_CLIENTS))
+async def recent(
+    gateway: CurrentGateway, proxy: CurrentProxy, api_key: CurrentKey
+) -> RecentUsageReport:
+    """Show the recent usage of the API key, or of all keys for the admin key or without keys."""
+    asking, counts = api_key.caller.key, gateway.accounting.recent_usage
+    minute, hour, running = counts.last_minute(), counts.last_hour(), proxy.running_by_key()
+    names = {key: record.name for key, record in gateway.api_keys.records.items()}
+    rows: list[KeyUse] = [
+        {
+            "key": key,
+            "name": names.get(key, ""),
+            "running": running[key],
+            "last_minute": minute.get(key, used()),
+            "last_hour": hour.get(key, used()),
+        }
+        for key in sorted({*hour, *running})
+        if asking in (ADMIN_KEY_ID, key) or not gateway.api_keys.required
+    ]
+    rows.sort(key=_most_first)
+    return {"keys": rows}
+
+
+def _most_first(row: KeyUse) -> list[int]:
+    parts = row["last_minute"], row["last_hour"]
+    return [-count for part in parts for count in (part["tokens"], part["requests"])]
 
 
 @router.get(

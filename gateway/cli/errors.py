@@ -17,13 +17,15 @@ def run(*, url: str) -> int:
     answer = gateway.read("GET", path)
     if not answer["errors"]:
         return print_output("No request has failed lately.")
-    table = plain_table("Time", "Reason", "Model", "Worker", "Key", "Request")
+    zone = datetime.now().astimezone().tzname()
+    table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key", "From", "Request")
     for one in answer["errors"]:
         time = datetime.fromisoformat(one["time"]).astimezone()
-        reason = Text.assemble(one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
+        times = f"{one['count']} times: " if one["count"] > 1 else ""
+        reason = Text.assemble(times, one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
         key = one["key_name"] or one["key"]
         table.add_row(
             *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
-            one["request_id"],
+            *(one["address"], one["request_id"]),
         )
     return print_output(table)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import re
+import secrets
 import socket
 import threading
 import time
@@ -167,9 +168,10 @@ class RunningGateway:
     def create_key(self, **terms: Any) -> dict[str, Any]:
         """Create a key as an admin; the result contains `secret`."""
         answers: list[httpx.Response] = []
+        body = {"name": f"tests {secrets.token_hex(4)}", **terms}
 
         def answered() -> bool:  # Redis may take longer than the gateway waits
-            answers.append(self.admin.post("/admin/v1/keys", json={"name": "tests", **terms}))
+            answers.append(self.admin.post("/admin/v1/keys", json=body))
             return answers[-1].status_code != 503
 
         wait_until(answered)

@@ -19,6 +19,7 @@ from gateway.auth.rate_limits import DAY_S
 from gateway.auth.usage import RETENTION_DAYS, UsageRow, compacted, date_of, rows_by_day
 from gateway.auth.usage_store import UsageStore
 from gateway.errors import RecordsUnwritable
+from gateway.telemetry.recent_usage import RecentUsage
 from gateway.types import Caller, Spent, Usage
 from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import (
@@ -284,3 +285,49 @@ def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_at_run_tim
         wait_until(lambda: bool(saved()))
         (record,) = saved().values()
         assert record["rows"] == [[key, "", 1, 7, 3, 2, 0, 0]]
+
+
+async def test_recent_usage_has_a_minute_and_an_hour_and_a_bound() -> None:
+    usage = RecentUsage()
+    for step in range(6 * 75):
+        usage.add("steady", tokens=2, waited_s=0.5)
+        if step == 0:
+            usage.add("early", tokens=1, waited_s=0)
+        await usage.turn()
+    usage.add("late", tokens=7, waited_s=0)
+    minute, hour = usage.last_minute(), usage.last_hour()
+    assert minute["steady"] == {"requests": 6, "tokens": 12, "waited_s": 3.0}
+    assert hour["steady"] == {"requests": 360, "tokens": 720, "waited_s": 180.0}
+    assert minute["late"] == hour["late"] == {"requests": 1, "tokens": 7, "waited_s": 0.0}
+    assert "early" not in hour
+    for number in range(1000):
+        usage.add(f"key-{number}", tokens=1, waited_s=0)
+    await usage.turn()
+    assert len(usage.last_hour()) < 300
+    assert usage.last_hour()["other"]["requests"] > 700
+
+
+def test_a_key_sees_its_recent_usage_and_an_admin_that_of_all(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    gateway = gateway_with_worker
+    gateway.chat()
+    (row,) = gateway.client.get("/v1/usage").json()["keys"]
+    assert (row["key"], row["last_minute"]["requests"]) == ("", 1), "no key is needed yet"
+    ann, bob = (gateway.create_key(name=name) for name in ("Ann", "Bob"))
+    gateway.chat(headers=bearer_headers(ann))
+    for _ in range(3):
+        gateway.chat(headers=bearer_headers(bob))
+    (own,) = gateway.client.get("/v1/usage", headers=bearer_headers(ann)).json()["keys"]
+    assert (own["name"], own["last_hour"]["requests"]) == ("Ann", 1)
+    admin = {"authorization": f"Bearer {gateway.admin_key}"}
+    worker.script = Script(hang_after=3)
+    with begun(gateway.stream(headers=bearer_headers(ann))) as read:
+        rows = gateway.client.get("/v1/usage", headers=admin).json()["keys"]
+        worker.resume.set()
+        read()
+    assert rows[0]["name"] == "Bob", "who uses most is first"
+    assert {row["name"]: row["running"] for row in rows} == {"Bob": 0, "Ann": 1, "": 0}
+    used = gateway.admin.get("/admin/v1/usage").json()["keys"][bob["id"]]
+    tokens = used["prompt_tokens"] + used["completion_tokens"]
+    assert rows[0]["last_minute"] == {"requests": 3, "tokens": tokens, "waited_s": 0.0}

@@ -96,6 +96,14 @@ async def listening(settings: Settings) -> Listening:
     return told[0]
 
 
+def test_the_host_of_all_addresses_of_ipv6_serves_ipv4_too(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, host="::", api_key=SecretStr("a-key-of-20-characters"))
+    with RunningGateway(settings) as gateway:
+        port = httpx.URL(gateway.url).port
+        for address in ("127.0.0.1", "[::1]"):
+            assert httpx.get(f"http://{address}:{port}/livez", timeout=60).status_code == 200
+
+
 async def test_listening_beyond_loopback_requires_a_given_or_a_stored_key(tmp_path: Path) -> None:
     beyond = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
     with pytest.raises(StartupError, match="Set PACELINE_API_KEY first"):

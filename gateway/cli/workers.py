@@ -1,0 +1,64 @@
+"""List the workers of a gateway; cordon, uncordon and drain them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+from gateway.cli import CommandError
+from gateway.cli.client import connect, local_time, plain_table, print_answer, print_output
+
+_PATH = "/admin/v1/workers"
+# The gateway waits for as long as the command says.
+_MARGIN_S = 30.0
+
+
+def list_all(*, url: str, as_json: bool) -> int:
+    """List all workers that have joined or are cordoned."""
+    answer = connect(url, admin=True).read("GET", _PATH)
+    table = plain_table("Worker", "State", "Models", "URL", no_wrap=("Worker",), numbers=("Busy",))
+    for worker in answer["workers"]:
+        models = ", ".join(worker.get("models", ())) or "-"
+        place = (models, worker.get("url", "-"), str(worker["in_flight"]))
+        table.add_row(worker["worker_id"], _state(worker), *place)
+    return print_answer(answer, table, as_json=as_json)
+
+
+def cordon(*, worker: str, url: str) -> int:
+    """Let a worker get no new requests."""
+    connect(url, admin=True).send("PUT", _place(worker, "cordon"))
+    return print_output(f"{worker} gets no new requests; `paceline workers uncordon` ends that.")
+
+
+def uncordon(*, worker: str, url: str) -> int:
+    """Let a worker get requests again."""
+    connect(url, admin=True).send("DELETE", _place(worker, "cordon"))
+    return print_output(f"{worker} gets requests again.")
+
+
+def drain(*, worker: str, timeout_s: int, move: bool, url: str) -> int:
+    """Cordon a worker and wait for its requests to end."""
+    query = {"timeout_s": timeout_s, "move": move}
+    answer = connect(url, admin=True).read(
+        "POST", _place(worker, "drain"), params=query, timeout=timeout_s + _MARGIN_S
+    )
+    if not answer["drained"]:
+        raise CommandError(
+            f"{worker} gets no new requests, and {answer['in_flight']} are still running."
+        )
+    moved = f"; {answer['moved']} streams went on at other workers" if answer["moved"] else ""
+    return print_output(f"{worker} runs no request{moved}, and gets no new ones until uncordoned.")
+
+
+def _place(worker: str, action: str) -> str:
+    return f"{_PATH}/{quote(worker, safe='')}/{action}"
+
+
+def _state(worker: Mapping[str, Any]) -> str:
+    """Return the state, and who has cordoned the worker when."""
+    if "cordoned_since" not in worker:
+        return " ".join(filter(None, (worker["state"], worker.get("problem"))))
+    since = local_time(worker["cordoned_since"])
+    state = "" if worker["state"] == "cordoned" else f"{worker['state']}, "
+    return f"{state}cordoned by {worker['cordoned_by']} since {since}"
