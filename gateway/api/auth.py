@@ -102,7 +102,7 @@ def _router(prefix: str, scheme: str, body_limit_bytes: int | None) -> APIRouter
                         _check_secret(request, gateway, scheme)
                 except KeyRefused as refused:
                     if isinstance(refused, EndedKeyRefused):
-                        _record(refused, request.scope, gateway)
+                        gateway.recent_errors.add(_use_of(refused, request.scope, gateway.wall()))
                     await request.app.state.proxy.slow_guesses(request.scope)
                     raise
                 limit_bytes = body_limit_bytes or gateway.settings.body_limit_bytes
@@ -141,21 +141,11 @@ class _LimitedRequest(Request):
         return parse(body)
 
 
-def _record(refused: EndedKeyRefused, scope: Scope, gateway: Gateway) -> None:
-    """List the use of a key that has ended, as the data plane lists it."""
-    gateway.recent_errors.add(
-        ErrorRecord(
-            unix_s=gateway.wall(),
-            request_id=response_writer(scope).request_id,
-            key=refused.key,
-            model="",
-            worker_id="",
-            status=refused.status,
-            code=refused.counted_as,
-            reason=refused.reason,
-            address=client_address(scope),
-        )
-    )
+def _use_of(refused: EndedKeyRefused, scope: Scope, unix_s: float) -> ErrorRecord:
+    """Return the use of a key that has ended, as accounting records those of the proxy."""
+    place = {"request_id": response_writer(scope).request_id, "address": client_address(scope)}
+    what = {"key": refused.key, "code": refused.counted_as, "reason": refused.reason}
+    return ErrorRecord(unix_s=unix_s, status=refused.status, count=1, **place, **what)
 
 
 def check_data_key(request: Request, gateway: Gateway) -> None:

@@ -47,6 +47,8 @@ class LastErrors(TypedDict):
     """The last errors of all gateways, the newest first; at most 100 different ones."""
 
     errors: list[FailedRequest]
+    all_keys: bool
+    """Whether they are those of all keys."""
 
 
 @router.get("/admin/v1/errors", responses=failures(*FOR_ADMINS))
@@ -57,9 +59,9 @@ async def show_all(gateway: CurrentGateway) -> LastErrors:
 
 @own.get("/v1/errors", responses=failures(*FOR_CLIENTS))
 async def show_own(gateway: CurrentGateway, api_key: CurrentKey) -> LastErrors:
-    """Show the last errors of requests with the same API key, or of all those without one."""
-    key = api_key.caller.key
-    return _last_errors(gateway, None if key == ADMIN_KEY_ID else key)
+    """Show the last errors of requests with the same API key; without keys all."""
+    key, required = api_key.caller.key, gateway.api_keys.required
+    return _last_errors(gateway, key if required and key != ADMIN_KEY_ID else None)
 
 
 def time_of(unix_s: float) -> str:
@@ -70,6 +72,7 @@ def time_of(unix_s: float) -> str:
 def _last_errors(gateway: Gateway, key: str | None) -> LastErrors:
     names = {name: record.name for name, record in gateway.api_keys.records.items()}
     return {
+        "all_keys": key is None,
         "errors": [
             {
                 "count": one.count,
@@ -86,5 +89,5 @@ def _last_errors(gateway: Gateway, key: str | None) -> LastErrors:
             }
             for one in gateway.recent_errors.newest_first()
             if key in (None, one.key)
-        ]
+        ],
     }

@@ -27,11 +27,11 @@ from gateway.auth.api_keys import ADMIN_KEY_ID
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageRow, date_of, sum_by
 from gateway.errors import FieldInvalid
-from gateway.telemetry.recent_usage import RecentUse, used
 
 router = admin_router()
 own = data_router()
 _SHOWN_DAYS = 31
+_USES = ("requests", "tokens", "waited_ms")
 _COUNTS = UsageRow._fields[2:]
 
 
@@ -58,15 +58,15 @@ UsageReport = TypedDict(
 
 
 class KeyUse(TypedDict):
-    """The recent requests of one key at this gateway."""
+    """The recent requests of one key at this gateway; an empty one stands for those without."""
 
     key: str
-    """Empty for those without a key."""
     name: str
     running: int
     """Requests that run or wait now."""
-    last_minute: RecentUse
-    last_hour: RecentUse
+    last_minute: dict[str, int]
+    """`requests`, their `tokens`, and `waited_ms` in queues."""
+    last_hour: dict[str, int]
 
 
 class RecentUsageReport(TypedDict):
@@ -79,28 +79,28 @@ class RecentUsageReport(TypedDict):
 async def recent(
     gateway: CurrentGateway, proxy: CurrentProxy, api_key: CurrentKey
 ) -> RecentUsageReport:
-    """Show the recent usage of the API key, or of all keys for the admin key or without keys."""
-    asking, counts = api_key.caller.key, gateway.accounting.recent_usage
-    minute, hour, running = counts.last_minute(), counts.last_hour(), proxy.running_by_key()
-    names = {key: record.name for key, record in gateway.api_keys.records.items()}
+    """Show the recent usage of the API key; of all keys for the admin key, or without keys."""
+    asking, usage = api_key.caller.key, gateway.accounting.recent_usage
+    minute, hour, running = usage.last_minute(), usage.last_hour(), proxy.running_by_key()
+    records = gateway.api_keys.records
+    shown = {key for key, _ in hour} | running.keys()
+    if asking != ADMIN_KEY_ID and gateway.api_keys.required:
+        shown &= {asking}
+
+    def used(key: str) -> list[int]:
+        return [-part[key, name] for part in (minute, hour) for name in ("tokens", "requests")]
+
     rows: list[KeyUse] = [
         {
             "key": key,
-            "name": names.get(key, ""),
+            "name": records[key].name if key in records else "",
             "running": running[key],
-            "last_minute": minute.get(key, used()),
-            "last_hour": hour.get(key, used()),
+            "last_minute": {name: minute[key, name] for name in _USES},
+            "last_hour": {name: hour[key, name] for name in _USES},
         }
-        for key in sorted({*hour, *running})
-        if asking in (ADMIN_KEY_ID, key) or not gateway.api_keys.required
+        for key in sorted(shown, key=used)
     ]
-    rows.sort(key=_most_first)
     return {"keys": rows}
-
-
-def _most_first(row: KeyUse) -> list[int]:
-    parts = row["last_minute"], row["last_hour"]
-    return [-count for part in parts for count in (part["tokens"], part["requests"])]
 
 
 @router.get(

@@ -154,8 +154,8 @@ class Gateway:
 
         No other machine gets the stored admin key.
         """
-        secret, own = os.environ.get(self.key_variable, ""), _is_own(self._address()[0])
-        if secret or not own:
+        secret = os.environ.get(self.key_variable, "")
+        if secret or not _is_own(self._address()[0]):
             return secret, self.key_variable
         if self.key_variable == _ADMIN_KEY:
             return self._stored_admin_key()

@@ -54,7 +54,9 @@ def edit(
     gateway = connect(url, admin=True)
     changed = gateway.read("PATCH", _place(gateway, key), json=body | dict.fromkeys(clear))
     _warn(changed)
-    return print_output(f"Changed {changed['id']} of {changed['name']}: {_terms(changed)}.")
+    scope = ", ".join([*changed["models"], *changed["pools"]]) or "all"
+    what = f"may use {scope}; limits: {_limits(changed)}"
+    return print_output(f"Changed {changed['id']} of {changed['name']}: {what}.")
 
 
 def rotate(*, key: str, url: str, as_json: bool) -> int:
@@ -108,13 +110,6 @@ def _print_secret(done: str, key: Mapping[str, Any], *, as_json: bool) -> int:
 def _warn(key: Mapping[str, Any]) -> None:
     for warning in key["warnings"]:
         sys.stderr.write(f"Warning: {warning}\n")
-
-
-def _terms(key: Mapping[str, Any]) -> str:
-    """Return the terms of a key in words."""
-    scope = ", ".join([*key["models"], *key["pools"]]) or "everything"
-    team = f"team {key['team']}, " if key["team"] else ""
-    return f"{team}may use {scope}, priority {key['priority']}, limits: {_limits(key)}"
 
 
 def usage(*, first: str | None, last: str | None, url: str, as_csv: bool) -> int:

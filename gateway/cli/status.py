@@ -91,7 +91,7 @@ def _keys(keys: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
     for key in keys[:_KEYS_SHOWN]:
         minute, hour = key["last_minute"], key["last_hour"]
         counts = (f"{minute[name]} / {hour[name]}" for name in ("requests", "tokens"))
-        waited = f"{minute['waited_s']:.0f} / {hour['waited_s']:.0f} s"
+        waited = f"{minute['waited_ms'] / 1000:.0f} / {hour['waited_ms'] / 1000:.0f} s"
         name = key["name"] or key["key"] or "without a key"
         table.add_row(name, str(key["running"]), *counts, waited)
     yield ""

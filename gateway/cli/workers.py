@@ -56,9 +56,8 @@ def _place(worker: str, action: str) -> str:
 
 
 def _state(worker: Mapping[str, Any]) -> str:
-    """Return the state, and who has cordoned the worker when."""
-    if "cordoned_since" not in worker:
-        return " ".join(filter(None, (worker["state"], worker.get("problem"))))
-    since = local_time(worker["cordoned_since"])
-    state = "" if worker["state"] == "cordoned" else f"{worker['state']}, "
-    return f"{state}cordoned by {worker['cordoned_by']} since {since}"
+    """Return the state, its reason, and who has cordoned the worker when."""
+    words = [worker["state"], worker.get("problem", "")]
+    if "cordoned_since" in worker:
+        words.append(f"by {worker['cordoned_by']} since {local_time(worker['cordoned_since'])}")
+    return " ".join(filter(None, words))

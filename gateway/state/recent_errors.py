@@ -35,9 +35,9 @@ class ErrorRecord(BaseModel):
     request_id: _Text
     key: _Text
     """The id of the API key; empty without one."""
-    model: _Text
+    model: _Text = ""
     """Empty if the request was rejected before its model was known."""
-    worker_id: _Text
+    worker_id: _Text = ""
     """The worker that had the request last; empty if none had it."""
     status: Annotated[int, Field(ge=100, le=599)]
     code: _Text

@@ -106,7 +106,7 @@ def test_keys_are_edited_rotated_and_revoked_by_their_name(gateway, capsys, monk
     assert capsys.readouterr().err == "Warning: No worker serves the model 'gone' now.\n"
     assert main(["keys", "edit", "Ann", "--expires-in", "30d", *changes, *url]) == 0
     printed = capsys.readouterr().out
-    assert "team ops, may use everything, priority interactive, limits: 9 tokens a day" in printed
+    assert "of Ann: may use all; limits: 9 tokens a day, until 20" in printed
     expected: dict[str, Any] = {
         "team": "ops",
         "models": [],
