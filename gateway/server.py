@@ -126,7 +126,7 @@ async def _listen(
     except socket.gaierror:
         problem = f"this machine has no host '{host}'; choose another with {host_name}"
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
+        if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:  # of names, for '*'
             problem = f"this machine has no address {host}; choose another with {host_name}"
         elif error.errno != errno.EADDRINUSE:
             problem = f"{os.strerror(error.errno or 0)}; choose another with {port_name}"

@@ -83,8 +83,8 @@ def _words_of(pattern: str) -> str:
     capitals, others, length = name.groups()
     letters = "A to Z, a to z" if capitals else "a to z"
     marks = re.sub(r"A-Z|a-z|0-9", "", others)
-    shown = " ".join(marks.strip()) + (" and spaces" if " " in marks else "")
+    spaces = ", spaces" if " " in marks else ""
     return (
-        f"it must be 1 to {int(length) + 1} characters: letters ({letters}), digits and {shown}; "
-        "the first is a letter or digit"
+        f"it must be 1 to {int(length) + 1} characters: letters ({letters}), digits{spaces} and "
+        f"{' '.join(marks.replace(' ', ''))}; the first is a letter or digit"
     )

@@ -314,13 +314,7 @@ _add(
     ),
     _URL,
 )
-_add(
-    "keys rotate",
-    "Give a key a new secret, and refuse the old one from now on.",
-    _KEY,
-    _URL,
-    _AS_JSON,
-)
+_add("keys rotate", "Give a key a new secret, and refuse the old one.", _KEY, _URL, _AS_JSON)
 _add("keys revoke", "Revoke a key for good, and end its running requests.", _KEY, _URL)
 _add(
     "keys usage",
@@ -398,6 +392,7 @@ _add(
     "Empty the prefix caches of workers, in memory and on disk.",
     _argument("workers", "Their ids (default: all).", "[WORKER]...", nargs=-1),
     _URL,
+    run=functools.partial(_run, "workers", "clear_caches"),
 )
 
 _add(

@@ -18,14 +18,14 @@ def run(*, url: str) -> int:
     if not answer["errors"]:
         return print_output("No request has failed lately.")
     zone = datetime.now().astimezone().tzname()
-    table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key", "From", "Request")
+    table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key, from", "Request")
     for one in answer["errors"]:
         time = datetime.fromisoformat(one["time"]).astimezone()
         times = f"{one['count']} times: " if one["count"] > 1 else ""
         reason = Text.assemble(times, one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
-        key = one["key_name"] or one["key"]
+        key = f"{one['key_name'] or one['key']} {one['address']}".strip()
         table.add_row(
             *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
-            *(one["address"], one["request_id"]),
+            one["request_id"],
         )
     return print_output(table)

@@ -1,8 +1,8 @@
-"""List the workers of a gateway; cordon, uncordon and drain them."""
+"""List the workers of a gateway; cordon, uncordon and drain them, and empty their caches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -49,6 +49,16 @@ def drain(*, worker: str, timeout_s: int, move: bool, url: str) -> int:
         )
     moved = f"; {answer['moved']} streams went on at other workers" if answer["moved"] else ""
     return print_output(f"{worker} runs no request{moved}, and gets no new ones until uncordoned.")
+
+
+def clear_caches(*, workers: Sequence[str], url: str) -> int:
+    """Empty the prefix caches of these workers, in memory and on disk; without any, of all."""
+    gateway = connect(url, admin=True)
+    names = workers or [one["worker_id"] for one in gateway.read("GET", _PATH)["workers"]]
+    for name in names:
+        gateway.send("DELETE", _place(name, "prefix-cache"))
+        print_output(f"Emptied the prefix cache of {name}.")
+    return 0
 
 
 def _place(worker: str, action: str) -> str:
