@@ -157,9 +157,8 @@ def _ineffective(
 
 
 def _key(record: KeyRecord, gateway: Gateway) -> Key:
-    policy, workers = gateway.policy_store.current, gateway.fleet.workers()
-    known = {*policy.models, *(name for worker in workers for name in worker.models)}
-    unserved = [name for name in record.models if name not in known]
+    served = {name for worker in gateway.fleet.workers() for name in worker.models}
+    unserved = [name for name in record.models if name not in served]
     refusals = gateway.recent_errors.of_ended_key(record.id)
     last = max(refusals, key=lambda one: one.unix_s, default=None)
     shown = {

@@ -138,10 +138,13 @@ class KeyStore:
         }
         valid = []
         for key_id, stored in keys.items():
-            record = stored
-            while (name := key_id + _ROTATED + record.digest[:16]) in rotations:
-                described = rotations.pop(name).model_dump(include={"digest", "prefix"})
-                record = record.model_copy(update=described)
+            record: KeyRecord | None = stored
+            while record and (name := key_id + _ROTATED + record.digest[:16]) in texts:
+                new = rotations.pop(name, None)  # one that cannot be read ends the old secret too
+                update = new and new.model_dump(include={"digest", "prefix"})
+                record = record.model_copy(update=update) if update else None
+            if record is None:
+                continue
             if (name := key_id + _REVOKED) not in texts:
                 valid.append(record)
             elif name in revocations:

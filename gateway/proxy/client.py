@@ -46,7 +46,8 @@ def client_address(scope: Scope) -> str:
     """Return where a request comes from, for people: a client may claim to be a proxy."""
     forwarded = (header(scope, b"x-forwarded-for") or b"").decode("latin-1")
     origin, peer = forwarded.rpartition(",")[2].strip(), peer_address(scope)
-    return f"{origin} through {peer}" if is_address(origin) else peer
+    # Behind a '%' an address may have any text.
+    return f"{origin} through {peer}" if is_address(origin) and "%" not in origin else peer
 
 
 def read_attributes(

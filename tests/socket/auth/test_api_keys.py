@@ -237,7 +237,9 @@ def test_the_use_of_an_ended_secret_is_told_to_its_holder_and_to_admins(
     with capture_logs() as logs:
         for key, how in ((leaked, "revoked"), (replaced, "replaced")):
             headers = bearer_headers(key) | {"x-forwarded-for": "203.0.113.9"}
+            claim = {**headers, "x-forwarded-for": f"fe80::1%{'x' * 400}"}
             refused = [gateway.chat(headers=headers) for _ in range(3)]
+            refused += [gateway.chat(headers=claim)]
             refused += [gateway.client.get("/v1/models", headers=headers)]
             anthropic = {"x-api-key": key["secret"], "anthropic-version": "2023-06-01"}
             message = gateway.client.post("/v1/messages", json={}, headers=anthropic)
@@ -251,10 +253,10 @@ def test_the_use_of_an_ended_secret_is_told_to_its_holder_and_to_admins(
     assert sorted(named) == sorted(
         (name, "ended_api_key", count, address)
         for name in ("Ann", "Bob")
-        for count, address in ((4, through), (1, "127.0.0.1"))
+        for count, address in ((4, through), (2, "127.0.0.1"))
     )
     shown = {key["name"]: key for key in gateway.admin.get("/admin/v1/keys").json()["keys"]}
-    assert all((key["refused"], key["refused_from"]) == (5, "127.0.0.1") for key in shown.values())
+    assert all((key["refused"], key["refused_from"]) == (6, "127.0.0.1") for key in shown.values())
     lines = [text for text in logs.texts if text.startswith("key.ended_in_use")]
     assert sorted(line.split()[1] for line in lines) == sorted(
         f"key={key['id']}" for key in (leaked, replaced)
@@ -279,9 +281,16 @@ def test_a_rotated_key_keeps_its_id_and_terms_whatever_a_late_gateway_writes(
         same = ("id", "name", "team", "requests_a_minute", "created_at", "state")
         assert all(third[name] == created[name] for name in same)
         assert gateway.admin.post("/admin/v1/keys/key-0/rotate").status_code == 404
+        stored = json.loads((tmp_path / "state.json").read_text())["keys"]
+        damaged = {name: {"x": 1} for name in stored if "/" in name}
+        edit_keys(tmp_path, lambda keys: keys.update(damaged))
+        gateway.use_key(third["secret"])
+        wait_until(lambda: gateway.client.get("/v1/models").status_code == 401)
+        old = gateway.client.get("/v1/models", headers=bearer_headers(created))
+        assert old.status_code == 401, "a damaged rotation revives no old secret"
         # Another gateway that read the key earlier writes its whole record late.
-        late = {created["id"]: {**before, "team": "late"}}
-        edit_keys(tmp_path, lambda keys: keys.update(late))
+        stored[created["id"]] = {**before, "team": "late"}
+        edit_keys(tmp_path, lambda keys: keys.update(stored))
     with RunningGateway(make_settings(tmp_path)) as again:
         again.join(worker)
         statuses = [
