@@ -84,8 +84,11 @@ class Accounting:
             _count_answer(counters.told, record)
         if counters.lane is not None:
             _observe(counters.lane, record)
-        tokens = usage.prompt_tokens + usage.completion_tokens
-        self.recent_usage.add(record.caller.key, tokens, record.waited_s)
+        recent, caller = self.recent_usage.now, record.caller.key
+        recent[caller, "requests"] += 1
+        recent[caller, "tokens"] += usage.prompt_tokens + usage.completion_tokens
+        if record.waited_s:
+            recent[caller, "waited_ms"] += round(1000 * record.waited_s)
         if record.spent.requests:
             self._usage_store.add(record.caller, usage, record.spent, self._wall())
         if record.reason and record.outcome is not Outcome.RESENT:

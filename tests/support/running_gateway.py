@@ -168,9 +168,10 @@ class RunningGateway:
     def create_key(self, **terms: Any) -> dict[str, Any]:
         """Create a key as an admin; the result contains `secret`."""
         answers: list[httpx.Response] = []
-        body = {"name": f"tests {secrets.token_hex(4)}", **terms}
 
         def answered() -> bool:  # Redis may take longer than the gateway waits
+            # A name of its own for each try: an earlier one may have been stored all the same.
+            body = {"name": f"tests {secrets.token_hex(4)}", **terms}
             answers.append(self.admin.post("/admin/v1/keys", json=body))
             return answers[-1].status_code != 503
 
