@@ -17,7 +17,7 @@ def run(*, url: str) -> int:
     answer = gateway.read("GET", path)
     if not answer["errors"]:
         return print_output("No request has failed lately.")
-    zone = datetime.now().astimezone().tzname()
+    zone = datetime.fromisoformat(answer["errors"][0]["time"]).astimezone().tzname()
     table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key, from", "Request")
     for one in answer["errors"]:
         time = datetime.fromisoformat(one["time"]).astimezone()

@@ -84,7 +84,7 @@ class Accounting:
             _count_answer(counters.told, record)
         if counters.lane is not None:
             _observe(counters.lane, record)
-        recent, caller = self.recent_usage.now, record.caller.key
+        recent, caller = self.recent_usage.current, record.caller.key
         recent[caller, "requests"] += 1
         recent[caller, "tokens"] += usage.prompt_tokens + usage.completion_tokens
         if record.waited_s:

@@ -15,7 +15,7 @@ class RecentUsage:
     """Counts of this moment, of the steps of ten seconds before it, and of minutes."""
 
     def __init__(self) -> None:
-        self.now: Counts = Counter()
+        self.current: Counts = Counter()
         """Accounting adds the requests that end; keys are those that admins have created."""
         self._steps = deque[Counts](maxlen=_STEPS_A_MINUTE)
         self._minutes = deque[Counts](maxlen=_MINUTES)
@@ -23,20 +23,20 @@ class RecentUsage:
 
     async def turn(self) -> None:
         """Begin a step, every ten seconds."""
-        self._steps.append(self.now)
-        self.now = Counter()
+        self._steps.append(self.current)
+        self.current = Counter()
         self._turns += 1
         if self._turns % _STEPS_A_MINUTE == 0:
             self._minutes.append(_sum(self._steps))
 
     def last_minute(self) -> Counts:
         """Return the counts of the last minute; up to ten seconds more."""
-        return _sum([*self._steps, self.now])
+        return _sum([*self._steps, self.current])
 
     def last_hour(self) -> Counts:
         """Return the counts of the last hour; up to a minute more."""
         begun = self._turns % _STEPS_A_MINUTE
-        return _sum([*self._minutes, *list(self._steps)[len(self._steps) - begun :], self.now])
+        return _sum([*self._minutes, *list(self._steps)[len(self._steps) - begun :], self.current])
 
 
 def _sum(parts: Iterable[Counts]) -> Counts:

@@ -290,13 +290,13 @@ def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_at_run_tim
 
 async def test_recent_usage_is_that_of_the_last_minute_and_of_the_last_hour() -> None:
     usage = RecentUsage()
-    usage.now["early", "tokens"] += 1
+    usage.current["early", "tokens"] += 1
     for _ in range(6 * 75):
-        usage.now.update(
+        usage.current.update(
             {("steady", "requests"): 1, ("steady", "tokens"): 2, ("steady", "waited_ms"): 500}
         )
         await usage.turn()
-    usage.now.update({("late", "requests"): 1, ("late", "tokens"): 7})
+    usage.current.update({("late", "requests"): 1, ("late", "tokens"): 7})
     minute, hour = usage.last_minute(), usage.last_hour()
 
     def used(counts: Counter[tuple[str, str]], key: str) -> list[int]:
