@@ -484,6 +484,11 @@ class WorkerReport(Record):
         tuple[LaneReport, ...], Field(max_length=MAX_LANES), AfterValidator(_check_unique)
     ]
 
+    def bare(self) -> WorkerReport:
+        """Return what identifies a worker that gets no requests: no load, no counts."""
+        bare = {"ready": False, "start": None, "lanes": (), "prefixes": (), "evicted_prefixes": ()}
+        return self.model_copy(update=bare)
+
 
 VLLM_COUNTERS = {
     "steps": ("vllm:spec_decode_num_drafts", "Drafts verified."),

@@ -54,8 +54,8 @@ def drain(*, worker: str, timeout_s: int, move: bool, url: str) -> int:
 def clear_caches(*, workers: Sequence[str], url: str) -> int:
     """Empty the prefix caches of these workers, in memory and on disk; without any, of all."""
     gateway = connect(url, admin=True)
-    names = workers or [one["worker_id"] for one in gateway.read("GET", _PATH)["workers"]]
-    for name in names:
+    here = (one for one in gateway.read("GET", _PATH)["workers"] if one["state"] != "gone")
+    for name in workers or [one["worker_id"] for one in here if one["kind"] == "paceline"]:
         gateway.send("DELETE", _place(name, "prefix-cache"))
         print_output(f"Emptied the prefix cache of {name}.")
     return 0
@@ -68,6 +68,8 @@ def _place(worker: str, action: str) -> str:
 def _state(worker: Mapping[str, Any]) -> str:
     """Return the state, its reason, and who has cordoned the worker when."""
     words = [worker["state"], worker.get("problem", "")]
+    if "gone_since" in worker:
+        words.append(f"({worker['gone_because']}) since {local_time(worker['gone_since'])}")
     if "cordoned_since" in worker:
         words.append(f"by {worker['cordoned_by']} since {local_time(worker['cordoned_since'])}")
     return " ".join(filter(None, words))

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.command_line import CONTEXT, Command
 from paceline.protocol import ExitCode
-from paceline.settings import InvalidSettings, load_layered
+from paceline.settings import InvalidSettings, load_layered, unknown_variables
 from paceline.terminal import configure_logging, printable
 from workers.command_line import run_command
 from workers.settings import WorkerSettings
@@ -34,6 +34,8 @@ def _run(**given: Any) -> int:
     except InvalidSettings as error:
         sys.stderr.write(printable(f"paceline worker: {error}\n"))
         return ExitCode.SETTINGS
+    for warning in unknown_variables(WorkerSettings):
+        sys.stderr.write(f"paceline worker: {warning}\n")
     from workers.server.start import start  # noqa: PLC0415  # takes a second: not for a wrong flag
 
     return start(settings)

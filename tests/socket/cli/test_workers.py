@@ -37,5 +37,7 @@ def test_a_worker_is_listed_cordoned_drained_and_uncordoned(
     assert main(["workers", "list", "--json", *url]) == 0
     (shown,) = json.loads(capsys.readouterr().out)["workers"]
     assert (shown["state"], shown["cordoned_by"]) == ("cordoned", "admin")
+    gateway_with_worker.remove_worker(worker)
+    assert "fake-a gone (left) since 20" in listed()
     with pytest.raises(SystemExit, match="No worker with this id has joined"):
         main(["workers", "cordon", "nobody", *url])

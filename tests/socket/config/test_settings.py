@@ -7,6 +7,8 @@ import pytest
 
 from gateway.config.settings import Settings, load_settings
 from gateway.errors import StartupError
+from paceline.settings import unknown_variables
+from workers.settings import WorkerSettings
 
 NO_HOST = "is no host name like paceline.example.com, without '*', scheme, port and path"
 HOSTS = (
@@ -69,6 +71,23 @@ def test_a_variable_that_nothing_replaces_is_no_secret(tmp_path, monkeypatch) ->
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "${SECRET}")
     with pytest.raises(StartupError, match="PACELINE_ADMIN_KEY names another variable"):
         load_settings(file)
+
+
+def test_a_variable_that_is_no_setting_is_told_with_the_one_that_was_probably_meant(
+    monkeypatch,
+) -> None:
+    for name in (
+        *("PACELINE_PROT", "PACELINE_ZZZ", "PACELINE_STUDIO_API_KEY", "PACELINE_CONFIG"),
+        *("PACELINE_WORKER_MODLE", "PACELINE_WORKER_MODEL", "PACELINE_PORT", "OTHER_PROT"),
+    ):
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables(Settings) == [
+        "PACELINE_PROT is no setting, did you mean PACELINE_PORT?",
+        "PACELINE_ZZZ is no setting, and it has no effect.",
+    ]
+    assert unknown_variables(WorkerSettings) == [
+        "PACELINE_WORKER_MODLE is no setting, did you mean PACELINE_WORKER_MODEL?"
+    ]
 
 
 @pytest.mark.parametrize(

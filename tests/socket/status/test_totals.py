@@ -272,7 +272,7 @@ def test_fleet_and_pools_have_the_figures_of_their_requests(gateway_with_worker)
 def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(gateway, worker) -> None:
     status = gateway.status()
     PUBLISHED.validate(status)
-    alone = {"kind": "memory", "state": "ok", "problem": "", "gateways": 1}
+    alone = {"kind": "memory", "state": "ok", "problem": "", "file_problem": "", "gateways": 1}
     assert status["store"] == alone, "without Redis"
     gateway.join(worker)
     gateway.chat()
