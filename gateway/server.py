@@ -116,14 +116,17 @@ async def _listen(
     def create() -> socket.socket:
         socket.getaddrinfo(host, port)  # `create_server` hides that a name is unknown
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        both = host == "::"  # as 0.0.0.0, and as in workers: all addresses of both families
+        return socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
 
     try:
         return stack.enter_context(await asyncio.to_thread(create))
     except socket.gaierror:
         problem = f"this machine has no host '{host}'; choose another with {host_name}"
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
+        if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:  # of names, for '*'
             problem = f"this machine has no address {host}; choose another with {host_name}"
         elif error.errno != errno.EADDRINUSE:
             problem = f"{os.strerror(error.errno or 0)}; choose another with {port_name}"

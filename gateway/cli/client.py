@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from rich.text import Text
 from gateway.cli import CommandError
 from gateway.config.settings import load_settings
 from gateway.config.startup_checks import local_url, secret_file
-from gateway.types import fits_header
+from gateway.types import header_problem
 from paceline.addresses import WILDCARDS, is_loopback
 from paceline.terminal import printable
 
@@ -81,10 +82,8 @@ class Gateway:
 
         with contextlib.ExitStack() as stack:
             secret, source = self._key()
-            if not fits_header(secret):
-                raise CommandError(
-                    f"{source} contains characters that an HTTP header cannot carry."
-                )
+            if problem := header_problem(secret):
+                raise CommandError(f"{source} {problem}.")
             headers = {"authorization": f"Bearer {secret}"} if secret else {}
             with self._reached():
                 client = stack.enter_context(httpx.Client(headers=headers, timeout=_TIMEOUT_S))
@@ -151,12 +150,22 @@ class Gateway:
         return CommandError(f"the gateway refused: {reason} {hint}".rstrip())
 
     def _key(self) -> tuple[str, str]:
-        """Return the key and where it comes from; no other machine gets the stored admin key."""
+        """Return the key and where it comes from: on this machine, the admin key if none is set.
+
+        No other machine gets the stored admin key.
+        """
         secret = os.environ.get(self.key_variable, "")
-        if secret or self.key_variable != _ADMIN_KEY:
+        if secret or not _is_own(self._address()[0]):
             return secret, self.key_variable
-        if not _is_own(self._address()[0]):
-            return "", _ADMIN_KEY
+        if self.key_variable == _ADMIN_KEY:
+            return self._stored_admin_key()
+        secret, source = os.environ.get(_ADMIN_KEY, ""), _ADMIN_KEY
+        if not secret:
+            with contextlib.suppress(CommandError):
+                secret, source = self._stored_admin_key()
+        return (secret, f"{_API_KEY}, or else from {source}") if secret else ("", _API_KEY)
+
+    def _stored_admin_key(self) -> tuple[str, str]:
         settings = load_settings()
         if settings.admin_key is not None:
             return settings.admin_key.get_secret_value(), _ADMIN_KEY
@@ -247,6 +256,11 @@ def print_output(shown: RenderableType) -> int:
     text = Text(shown) if isinstance(shown, str) else shown
     Console(highlight=False, soft_wrap=not isinstance(shown, Table)).print(text)
     return 0
+
+
+def local_time(text: str) -> str:
+    """Return a time of the gateway in the zone of this machine, which it names."""
+    return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def print_json(value: object) -> None:

@@ -159,7 +159,8 @@ def paceline() -> None:
 _GROUPS = {
     name: _Group(name, help=text)
     for name, text in (
-        ("keys", "Create, list and revoke API keys, and show their usage."),
+        ("keys", "Create, change, list and revoke API keys, and show their usage."),
+        ("workers", "List workers, and let them get no requests for a while."),
         ("engines", "List and remove the engines of other kinds."),
         ("prefix-cache", "Delete the conversations that workers have cached."),
         ("policy", "Show and change the policy of a running gateway."),
@@ -292,10 +293,8 @@ _add(
     _URL,
 )
 
-_add(
-    "keys create",
-    "Create a key; its secret is shown only once.",
-    _argument("name", "Its owner."),
+_LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
+_TERMS = (
     _option("--team", "Usage is summed by team."),
     _option("--model models", "Allow only this model; repeatable.", multiple=True),
     _option("--pool pools", "Allow only this pool; repeatable.", multiple=True),
@@ -306,22 +305,39 @@ _add(
     ),
     _option(
         "--limit limits",
-        "requests_a_minute, tokens_a_minute, concurrent_requests or tokens_a_day; repeatable.",
+        f"{', '.join(_LIMITS[:-1])} or {_LIMITS[-1]}; repeatable.",
         "NAME=N",
         multiple=True,
         type=_limit,
     ),
     _option("--expires-in expires_at", "90m, 12h or 30d (default: never).", "TIME", type=_expiry),
+)
+_KEY = _argument("key", "Its name, or the id that `paceline keys list` shows.", "NAME")
+_add(
+    "keys create",
+    "Create a key; its secret is shown only once.",
+    _argument("name", "Its owner."),
+    *_TERMS,
     _URL,
     _AS_JSON,
 )
 _add("keys list", "List all keys, without their secrets.", _URL)
 _add(
-    "keys revoke",
-    "Revoke a key, and end its running requests.",
-    _argument("key_id", "The id that `paceline keys list` shows.", "ID"),
+    "keys edit",
+    "Change a key; what no option names stays.",
+    _KEY,
+    _option("--name", "A new name."),
+    *_TERMS,
+    _option(
+        "--clear",
+        "Set this back to its default; repeatable.",
+        multiple=True,
+        type=click.Choice(["team", "models", "pools", "priority", "expires_at", *_LIMITS]),
+    ),
     _URL,
 )
+_add("keys rotate", "Give a key a new secret, and refuse the old one.", _KEY, _URL, _AS_JSON)
+_add("keys revoke", "Revoke a key for good, and end its running requests.", _KEY, _URL)
 _add(
     "keys usage",
     "Show the usage of keys by day (UTC).",
@@ -331,6 +347,24 @@ _add(
     _option("--csv as_csv", "Print CSV.", is_flag=True),
 )
 
+_WORKER = _argument("worker", "The id that `paceline workers list` shows.", "WORKER")
+_add("workers list", "List the workers, and who has cordoned them.", _URL, _AS_JSON)
+_add("workers cordon", "Let a worker get no new requests; running ones go on.", _WORKER, _URL)
+_add("workers uncordon", "Let a worker get requests again.", _WORKER, _URL)
+_add(
+    "workers drain",
+    "Cordon a worker, and wait until its requests have ended.",
+    _WORKER,
+    _option(
+        "--timeout timeout_s",
+        "The longest wait in seconds (default: 30).",
+        "N",
+        type=_whole_number,
+        default="30",
+    ),
+    _option("--move", "Let its streams go on at other workers.", is_flag=True),
+    _URL,
+)
 _add(
     "join-engine",
     "Add a running LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp.\n\nThe gateway "
@@ -380,6 +414,7 @@ _add(
     "Empty the prefix caches of workers, in memory and on disk.",
     _argument("workers", "Their ids (default: all).", "[WORKER]...", nargs=-1),
     _URL,
+    run=functools.partial(_run, "workers", "clear_caches"),
 )
 
 _add(

@@ -17,11 +17,13 @@ def run(*, url: str) -> int:
     answer = gateway.read("GET", path)
     if not answer["errors"]:
         return print_output("No request has failed lately.")
-    table = plain_table("Time", "Reason", "Model", "Worker", "Key", "Request")
+    zone = datetime.fromisoformat(answer["errors"][0]["time"]).astimezone().tzname()
+    table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key, from", "Request")
     for one in answer["errors"]:
         time = datetime.fromisoformat(one["time"]).astimezone()
-        reason = Text.assemble(one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
-        key = one["key_name"] or one["key"]
+        times = f"{one['count']} times: " if one["count"] > 1 else ""
+        reason = Text.assemble(times, one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
+        key = f"{one['key_name'] or one['key']} {one['address']}".strip()
         table.add_row(
             *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
             one["request_id"],

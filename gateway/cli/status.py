@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gateway.cli import CommandError
 from gateway.cli.client import connect, plain_table, print_json
 
 _LOAD = ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step")
+_KEYS_SHOWN = 8
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
@@ -30,11 +33,15 @@ _ABSENCES = {
 
 def run(*, url: str, as_json: bool) -> int:
     """Print the state of a gateway; return 0 if it is ready, else 1."""
-    state = connect(url).read("GET", "/v1/status")
+    gateway = connect(url)
+    state = gateway.read("GET", "/v1/status")
     if as_json:
         print_json(state)
     else:
-        Console(highlight=False).print(_render(state))
+        keys: Sequence[Mapping[str, Any]] = ()
+        with contextlib.suppress(CommandError):  # an older gateway
+            keys = gateway.read("GET", "/v1/usage").get("keys", ())
+        Console(highlight=False).print(_render(state), *_keys(keys))
     return 0 if state["gateway"]["ready"] else 1
 
 
@@ -106,6 +113,21 @@ def _workers(workers: Mapping[str, Any]) -> Table:
         for label, row in itertools.zip_longest(labels, rows, fillvalue=()):
             table.add_row(label or "", *row)
     return table
+
+
+def _keys(keys: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """Draw the keys that use most, if any was used in the last hour."""
+    if not keys:
+        return
+    table = plain_table("Key, last minute / hour", numbers=("Now", "Requests", "Tokens", "Waited"))
+    for key in keys[:_KEYS_SHOWN]:
+        minute, hour = key["last_minute"], key["last_hour"]
+        counts = (f"{minute[name]} / {hour[name]}" for name in ("requests", "tokens"))
+        waited = f"{minute['waited_ms'] / 1000:.0f} / {hour['waited_ms'] / 1000:.0f} s"
+        name = key["name"] or key["key"] or "without a key"
+        table.add_row(name, str(key["running"]), *counts, waited)
+    yield ""
+    yield table
 
 
 def _load(lane: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
 from gateway.state.records import exclusive_writer, replace_file
-from gateway.types import fits_header
+from gateway.types import header_problem
 from paceline.addresses import base_url, is_loopback
 from paceline.private_files import NotPrivate, check_private, make_private
 
@@ -48,8 +48,8 @@ def check_secrets(settings: Settings) -> None:
     }
     given = {name: one.get_secret_value() for name, one in by_name.items() if one is not None}
     for name, secret in given.items():
-        if not fits_header(secret):
-            raise StartupError(f"{name} contains characters that an HTTP header cannot carry.")
+        if problem := header_problem(secret):
+            raise StartupError(f"{name} {problem}.")
         beyond = not (is_loopback(settings.host) and is_loopback(settings.admin_host))
         if beyond and name in _TYPED and len(secret) < _LEAST_CHARS:
             raise StartupError(

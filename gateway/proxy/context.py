@@ -117,6 +117,8 @@ class RequestContext:
     drafts: Drafts | None = None
     outcome: Outcome = Outcome.COMPLETED
     error: GatewayError | None = None
+    address: str = ""
+    """The address of the client, once there is an error."""
 
     @property
     def checked(self) -> Inspected:
@@ -234,6 +236,7 @@ class RequestContext:
             outcome=self.outcome,
             status=error.status if error else _CLIENT_CLOSED_REQUEST if left else _OK,
             seconds=now_s - self.began_s,
+            address=self.address,
             code=error.counted_as if error else "",
             reason=error.reason if error else "",
             profile=self.inspected and self.inspected.profile,

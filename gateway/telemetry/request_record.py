@@ -29,6 +29,8 @@ class RequestRecord(NamedTuple):
     outcome: Outcome = Outcome.COMPLETED
     status: int = 200
     seconds: float = 0.0
+    address: str = ""
+    """The address of the client, for the list of errors; empty without an error."""
     code: str = ""
     """The error code for counters; empty without an error."""
     reason: str = ""

@@ -112,6 +112,16 @@ async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked_and_wrong_ter
         await tab.button("Download CSV").click()
     assert "Ann,lab,4," in (await (await download.value).path()).read_text()
 
+    await tab.button("Replace the secret of the key Ann").click()
+    await tab.button("Replace secret").click()
+    new_secret = await page.get_by_label("The key", exact=True).input_value()
+    await tab.button("Close").click()
+    assert gateway.chat().status_code == 401
+    gateway.use_key(new_secret)
+    assert gateway.chat().status_code == 200
+    await page.reload()
+    await expect(row).to_contain_text("used 1 times since, from 127.0.0.1")
+
     await tab.button("Revoke the key Ann").click()
     await tab.button("Revoke key").click()
     await expect(row).to_contain_text("revoked")
