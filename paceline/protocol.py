@@ -120,7 +120,7 @@ def whole_scope(name: str) -> str:
 class Record(BaseModel):
     """A frozen record; unknown fields are ignored, because a newer worker may send more."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class NodeSource(Record):

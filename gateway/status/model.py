@@ -338,7 +338,7 @@ class Decisions(StatusModel):
     reasons: dict[str, NonNegativeInt]
     """By the one reason that the response header names."""
     bypass_counts: dict[str, NonNegativeInt]
-    """By every reason that kept a request out of the speculative lane; a request may have
+    """By every reason that kept a request out of the lane `text-mtp`; a request may have
     several."""
 
 

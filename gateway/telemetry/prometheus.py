@@ -42,7 +42,7 @@ _COUNTERS = _rows(  # family of counts, name, labels
     requests requests pool,reason,status
         Finished requests.
     bypass bypasses reason
-        Requests kept out of the speculative lane; a request may have several reasons.
+        Requests kept out of the lane text-mtp; a request may have several reasons.
     errors errors code
         Requests that ended with an error, by error code.
     prefix prefixes result

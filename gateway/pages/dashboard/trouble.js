@@ -29,7 +29,7 @@ export function showTrouble({ workers }) {
   const texts = sentences(workers);
   const present = Object.values(workers).some(({ state, absence }) => state !== "gone" || SENTENCES[absence.kind]);
   const why = Object.values(workers).some(({ absence }) => absence.kind === "left") ? "All Macs have signed off" : "No worker has joined";
-  const command = make("code", {}, `paceline worker --join ${location.origin} --token TOKEN`);
+  const command = make("code", {}, `PACELINE_JOIN_TOKEN=TOKEN paceline worker --join ${location.origin}`);
   const page = document.querySelector('nav a[href="/admin#workers"]') && ["; \u201cAdd a Mac\u201d on the page ", make("a", { href: "/admin#workers" }, "Workers"), " explains it"];
   const nobody = [`${why}, so requests cannot be answered. Start a worker with `, command, page, "."];
   show(present ? texts.map((text) => make("p", {}, text)) : [make("p", {}, nobody)]);
