@@ -20,7 +20,7 @@ BECAUSE = {
     "multiple_choices": "n is {choices}",
     "prompt_too_long": "the prompt is longer than the lane text-mtp accepts",
     "no_mtp_worker": "no worker that can draft is available",
-    "mtp_not_paying": "drafts were measured to slow this lane down at its present load",
+    "mtp_not_paying": "the request is greedy text, though drafts do not pay at the present load",
     "head_unhealthy": "the MTP head failed its self-test, or kept failing",
     "policy": "route '{route}' of the policy says so",
     "spilled": "the preferred pool is full",
@@ -39,7 +39,7 @@ KEPT_OUT = {
     "mtp_not_paying": "drafts did not pay",
     "head_unhealthy": "faulty MTP head",
 }
-"""What keeps requests out of the lane `text-mtp`, in a few words."""
+"""Why requests get no drafts of the lane `text-mtp`, in a few words."""
 
 
 def run(*, request: str, url: str, as_json: bool) -> int:
