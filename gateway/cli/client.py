@@ -245,7 +245,7 @@ def print_answer(answer: object, shown: RenderableType, *, as_json: bool) -> int
 def print_output(*shown: RenderableType) -> int:
     """Print tables and texts, with colours only on a terminal; return 0."""
     for one in shown:
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False, emoji=False)
         # A pipe gets whole lines.
         console.soft_wrap = not (console.is_terminal or isinstance(one, Table))
         if isinstance(one, Table) and console.measure(one).maximum >= console.width:

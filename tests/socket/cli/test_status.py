@@ -85,13 +85,17 @@ def test_c18_control_characters_of_a_worker_or_an_error_do_not_reach_the_termina
     state = gateway_with_worker.status()
     worker = state["workers"].pop("fake-a")
     lanes = {escape + name: lane for name, lane in worker["lanes"].items()}
-    state["workers"][f"fake-a{escape}"] = {**worker, "model": f"demo{escape}", "lanes": lanes}
+    state["workers"][f"fake-a{escape}"] = {
+        **worker,
+        "model": f"demo[b]:car:{escape}",
+        "lanes": lanes,
+    }
     state["policy"]["file_problem"] = state["store"]["problem"] = escape
     with serving_json(200, state) as url:
         for arguments in ([], ["--json"]):
             assert main(["status", "--url", url, *arguments]) == 0
             output = capsys.readouterr().out
-            assert "demo" in output
+            assert "demo[b]:car:" in output
             assert not {"\x1b", "\x07", "\x9b"} & {*output}
     with (
         serving_json(400, {"error": {"message": "no \x1b[2J"}}) as url,
