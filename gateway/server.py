@@ -23,6 +23,7 @@ from gateway.http.downstream import DownstreamProtocol
 from paceline.addresses import base_url, is_loopback
 from paceline.http import Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown
+from paceline.protocol import build_records
 
 Result = TypeVar("Result")
 _BACKLOG = 2048
@@ -37,6 +38,7 @@ def settle_interpreter() -> None:
     collecting every few requests costs a tenth of the CPU time. While a thread inspects a large
     body, the event loop waits for the interpreter whenever it has work.
     """
+    build_records()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()

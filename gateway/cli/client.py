@@ -248,10 +248,15 @@ def print_output(*shown: RenderableType) -> int:
         console = Console(highlight=False, markup=False, emoji=False)
         # A pipe gets whole lines.
         console.soft_wrap = not (console.is_terminal or isinstance(one, Table))
-        if isinstance(one, Table) and console.measure(one).maximum >= console.width:
-            one = "\n".join(_paragraphs(one, console.width))  # noqa: PLW2901
-        console.print(Text(one) if isinstance(one, str) else one)
+        console.print(fitting(one, console))
     return 0
+
+
+def fitting(shown: RenderableType, console: Console) -> RenderableType:
+    """Return what to print: of a table that is too wide, paragraphs."""
+    if isinstance(shown, Table) and console.measure(shown).maximum >= console.width:
+        shown = "\n".join((*_paragraphs(shown, console.width), str(shown.caption or "")))
+    return Text(shown.rstrip("\n")) if isinstance(shown, str) else shown
 
 
 def _paragraphs(table: Table, width: int) -> Iterator[str]:
@@ -262,7 +267,8 @@ def _paragraphs(table: Table, width: int) -> Iterator[str]:
     names = [str(column.header) for column in table.columns]
     for row in zip(*(column.cells for column in table.columns), strict=True):
         title, *cells = ([line for line in str(cell).split("\n") if line] for cell in row)
-        yield ", ".join(title)
+        if title:  # else it is that of the row before
+            yield ", ".join(title)
         for line in itertools.zip_longest(*cells, fillvalue=""):
             said = [f"{name}: {text}" for name, text in zip(names[1:], line, strict=True) if text]
             room = ""

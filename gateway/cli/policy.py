@@ -15,14 +15,7 @@ from urllib.parse import quote
 from rich.console import Group
 from rich.text import Text
 
-from gateway.cli.client import (
-    Gateway,
-    connect,
-    plain_table,
-    print_answer,
-    print_output,
-    read_text,
-)
+from gateway.cli.client import Gateway, connect, plain_table, print_answer, print_output, read_text
 from paceline.terminal import printable
 
 _PATH = "/admin/v1/policy"

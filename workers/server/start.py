@@ -24,7 +24,7 @@ import uvloop
 from paceline.lifecycle import Shutdown, first_of
 from paceline.names import name_of_host
 from paceline.private_files import make_private
-from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartStage
+from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartStage, build_records
 from paceline.request.profile import Endpoint
 from paceline.settings import InvalidSettings
 from paceline.terminal import StartDisplay, printable
@@ -58,6 +58,7 @@ _EXIT_CODES: dict[type[Exception], ExitCode] = {
 
 def start(settings: WorkerSettings) -> int:
     """Run a worker until its end; return the exit code."""
+    build_records()
     for verbose in ("httpx", "httpx2", "uvicorn"):
         logging.getLogger(verbose).setLevel(logging.WARNING)
     # Its warnings are for the authors of models, and repeat with every prompt of the warm-up.

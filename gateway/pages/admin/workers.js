@@ -146,7 +146,7 @@ async function addMac() {
     [
       gateway ? join : open,
       make("p", {}, "A Mac that already runs LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp joins as it is, by a command on the gateway\u2019s machine, with the address and the port of that engine:"),
-      command("Copy the command that joins an engine", `paceline join-engine http://ITS-ADDRESS:PORT${there}`),
+      command("Copy the command that joins an engine", `paceline join-engine ${new URL(joining.local_url).protocol}//ITS-ADDRESS:PORT${there}`),
       news,
     ],
     [],
