@@ -131,9 +131,9 @@ def _report(
     """Print the tables of all measurements; write the JSON record."""
     ratios = report.compare(measurements)
     if len(measurements) > 1:
-        console.print("", fitting(report.sweep(measurements), console))
+        console.print("", fitting(report.sweep(measurements), console), sep="\n")
     if ratios:
-        console.print("", fitting(report.comparison(ratios), console))
+        console.print("", fitting(report.comparison(ratios), console), sep="\n")
     if options.json_file:
         record = {
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -264,9 +264,9 @@ def _paragraphs(table: Table, width: int) -> Iterator[str]:
 
     So no column is lost, and no name, date or id is cut in two.
     """
-    names = [str(column.header) for column in table.columns]
+    names = [" ".join(str(column.header).split()) for column in table.columns]
     for row in zip(*(column.cells for column in table.columns), strict=True):
-        title, *cells = ([line for line in str(cell).split("\n") if line] for cell in row)
+        title, *cells = ([line.strip() for line in str(cell).split("\n") if line] for cell in row)
         if title:  # else it is that of the row before
             yield ", ".join(title)
         for line in itertools.zip_longest(*cells, fillvalue=""):
