@@ -20,7 +20,7 @@ RUN pip install --require-hashes --requirement /src/locks/setup.txt --no-deps \
 FROM installer AS built-gateway
 COPY locks/gateway.txt /src/locks/
 RUN uv pip install --require-hashes --requirement /src/locks/gateway.txt --no-deps
-COPY pyproject.toml README.md LICENSE /src/
+COPY pyproject.toml hatch_build.py README.md LICENSE /src/
 COPY gateway /src/gateway
 COPY paceline /src/paceline
 COPY policies /src/policies
@@ -44,13 +44,11 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libopenblas0-pthread \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=built-worker /opt/paceline /opt/paceline
-COPY scripts/with-blas /usr/local/bin/
 USER paceline
 EXPOSE 9200
 HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 \
     CMD ["python", "-c", "import urllib.request as ask; ask.urlopen('http://127.0.0.1:9200/livez', timeout=4)"]
 # Every start is in exec form: signals reach Paceline, and SIGTERM lets running answers finish.
-ENTRYPOINT ["with-blas"]
 CMD ["paceline", "worker", "--host", "0.0.0.0", "--port", "9200"]
 
 # The last stage is what `docker build .` makes.

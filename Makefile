@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help up test proofs check bench pictures mutants lock
+.PHONY: help up test proofs check bench pictures mutants lock wheel
 
 BIN := .venv/bin
 # Without its bytecode, each process would take a second or more to compile what it imports.
@@ -10,7 +10,7 @@ help: ## list these targets
 
 up: ## set up what is missing, then run the gateway and one worker (ARGS="--model ...")
 	@scripts/setup worker
-	@exec scripts/with-blas $(BIN)/paceline up $(ARGS)
+	@exec $(BIN)/paceline up $(ARGS)
 
 test: ## set up what is missing, then run the tests (ARGS="tests/socket -k stream")
 	@scripts/setup dev
@@ -19,13 +19,14 @@ test: ## set up what is missing, then run the tests (ARGS="tests/socket -k strea
 proofs: ## run the long searches for counterexamples that `make test` samples
 	@$(MAKE) --no-print-directory test ARGS="-m proof $(ARGS)"
 
-check: ## lint, format, types, import contracts and prose
+check: ## lint, format, types, import contracts, prose and links
 	@scripts/setup dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tools.prose
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: ## print the benchmarks
 	@scripts/setup dev
@@ -41,3 +42,7 @@ mutants: ## count changes of the program that no test notices (ARGS="--count 500
 
 lock: ## write locks/ anew from pyproject.toml (needs uv)
 	@scripts/lock
+
+wheel: ## build dist/, whose install.sh installs Paceline on a machine without a clone
+	@scripts/setup gateway
+	@scripts/wheel

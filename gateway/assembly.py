@@ -32,6 +32,7 @@ from gateway.fleet.cordons import Cordons
 from gateway.fleet.engine_records import EngineRecords
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.health import ReportClient
+from gateway.fleet.known_workers import KnownWorkers
 from gateway.fleet.prefix_deletion import PrefixDeletion
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
@@ -56,6 +57,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
 from paceline.http import CHECK_S
+from paceline.installation import install_command
 from paceline.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
 from paceline.protocol import KEEPALIVE_S
 from policies.document import PolicyDocument, PolicyInvalid, Problem
@@ -116,6 +118,7 @@ class Gateway:
     ) -> None:
         self.settings, self.timing = settings, timing
         self.clock, self.wall = clock, wall = timing.clock, timing.wall
+        self.began_s = clock()
         self.rng = Random()  # noqa: S311  # breaks ties between equal workers
         self.week_clock = WeekClock(wall)
         self.exit_stack = AsyncExitStack()
@@ -134,7 +137,13 @@ class Gateway:
             self.counters: CounterStore = MemoryCounters(self.accounting.take_pending)
             self.control = ReportClient(self.paceline, self.fleet, self.counters)
             self.expiring_records: ExpiringRecords = MemoryRecords(clock, memory)
-            self.cluster_sync = ClusterSync()
+            kept = FileRecords(settings.state_dir.expanduser() / "workers.json")
+            place = kept, str(settings.port)
+            known = KnownWorkers(*place, self.fleet, self.control, clock=clock, wall=wall)
+            keep = (known.keep,)
+            self.cluster_sync = ClusterSync(
+                records, known.recall, exchanges=keep, final_exchanges=keep
+            )
         else:
             self.expiring_records = SharedExpiringRecords(redis, self.sealer)
             self._join_cluster(redis, join_token)
@@ -186,6 +195,8 @@ class Gateway:
         recent_errors = SharedErrors(redis, self.recent_errors, self.wall)
         token = SharedJoinToken(redis, join_token)
         self.cluster_sync = ClusterSync(
+            self._records,
+            peers.exchange,
             redis=redis,
             join_token=token,
             rate_limits=limits,
@@ -236,6 +247,7 @@ class Gateway:
             await stack.enter_async_context(self.engine_watch)
             for work in reversed((self.usage_store.flush, *self.cluster_sync.final_exchanges)):
                 stack.push_async_callback(Job(work=work, period_s=0).run)
+            await Job(work=self.cluster_sync.read_workers, period_s=0).run()
             await stack.enter_async_context(periodic_tasks([*jobs, *self._jobs()]))
             yield
 
@@ -274,16 +286,13 @@ class Gateway:
             (self.expiring_records.drop_expired, _DELETION_S),
             (self.policy_file.check, _POLICY_FILE_CHECK_S),
             (self.usage_store.flush, timing.usage_flush_s),
+            (self._records.probe, timing.usage_flush_s),
             (self.stats_history.record, SNAPSHOT_INTERVAL_S),
             (_trim_heap, TRIM_INTERVAL_S),
         )
         return [
             *(Job(work=work, period_s=period_s) for work, period_s in periods),
-            # The connection to Redis reports its own failures, in the log and in `/v1/status`.
-            *(
-                Job(work=work, period_s=timing.exchange_s, silent_errors=(RecordsUnwritable,))
-                for work in self.cluster_sync.exchanges
-            ),
+            *(Job(work=work, period_s=timing.exchange_s) for work in self.cluster_sync.exchanges),
             self.engine_watch.job(),
         ]
 
@@ -362,7 +371,6 @@ def _traces(settings: Settings) -> Traces | None:
     except ImportError:
         raise StartupError(
             "PACELINE_TRACES needs the OpenTelemetry packages; install them with "
-            "`pip install --require-hashes --requirement locks/dev.txt --no-deps` in the folder of "
-            "Paceline."
+            f"`{install_command('otel')}`."
         ) from None
     return Traces()

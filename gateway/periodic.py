@@ -22,15 +22,13 @@ _SHORTEST_PAUSE_S = 0.1
 class Job:
     """Work that is repeated; the period begins when the previous run has ended.
 
-    A failure is logged once until a later run succeeds.
+    A failure is logged once until a later run succeeds; the records log their own.
     """
 
     work: Work
     period_s: float
     at_start: bool = False
     """The first run does not wait for a period."""
-    silent_errors: tuple[type[Exception], ...] = ()
-    """Errors that another component reports."""
     failing: bool = False
 
     @property
@@ -43,15 +41,12 @@ class Job:
         try:
             await self.work()
             self.failing = False
-        except self.silent_errors:
+        except RecordsUnwritable:
             pass
-        except Exception as error:
+        except Exception:
             if not self.failing:
                 self.failing = True
-                if isinstance(error, RecordsUnwritable):
-                    log.warning("records.unwritable job=%s", self.name)
-                else:
-                    log.exception("job.failed job=%s", self.name)
+                log.exception("job.failed job=%s", self.name)
 
     async def repeat(self) -> None:
         """Run again and again until cancelled."""

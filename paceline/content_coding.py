@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -44,60 +44,53 @@ def coding_of(scope: Scope) -> str:
     return ", ".join(one for one in codings if one not in ("", "identity"))
 
 
-class CodedBody:
-    """Receives a body by parts and decodes it, one step for each message.
+def decoding(
+    receive: Receive,
+    coding: str,
+    limit_bytes: int,
+    *,
+    unsupported: Callable[[str], Exception],
+    invalid: Callable[[str], Exception],
+    too_large: Callable[[int], Exception],
+) -> Receive:
+    """Return what receives a body by parts and decodes it, one step for each message.
 
     Raise `unsupported` for another coding, or for several. `limit_bytes` bounds the coded body,
     which may have much that decodes to nothing.
     """
+    if coding not in _DECODERS:
+        raise unsupported(
+            f"'Content-Encoding' must be one of: {CONTENT_CODINGS}; not '{coding[:100]}'."
+        )
 
-    _decoder: Any = None
-    _coded_bytes = 0
-    _part, _full, _more = b"", False, True
-
-    def __init__(
-        self,
-        receive: Receive,
-        coding: str,
-        limit_bytes: int,
-        *,
-        unsupported: Callable[[str], Exception],
-        invalid: Callable[[str], Exception],
-        too_large: Callable[[int], Exception],
-    ) -> None:
-        if coding not in _DECODERS:
-            raise unsupported(
-                f"'Content-Encoding' must be one of: {CONTENT_CODINGS}; not '{coding[:100]}'."
-            )
-        self._receive, self._coding, self._limit_bytes = receive, coding, limit_bytes
-        self._invalid, self._too_large = invalid, too_large
-
-    async def receive(self) -> Message:
-        """Return the next message of the decoded body."""
-        if not (self._part or self._full):
-            message = await self._receive()
+    async def messages() -> AsyncIterator[Message]:
+        decoder: Any = None
+        coded_bytes, more = 0, True
+        while more:
+            message = await receive()
             if message["type"] == "http.disconnect":
-                return message
-            self._part, self._more = message.get("body", b""), message.get("more_body", False)
-            self._coded_bytes += len(self._part)
-            if self._coded_bytes > self._limit_bytes:
-                raise self._too_large(self._limit_bytes)
-        piece = await self._decode() if self._part or self._full else b""
-        more = self._more or self._full or bool(self._part)
-        if not more and self._decoder is not None and not self._decoder.eof:
-            raise self._invalid(f"The body ends before its {self._coding} data do.")
-        return {"type": "http.request", "body": piece, "more_body": more}
+                yield message
+                return
+            part, more = message.get("body", b""), message.get("more_body", False)
+            coded_bytes += len(part)
+            if coded_bytes > limit_bytes:
+                raise too_large(limit_bytes)
+            full = False
+            while part or full:
+                decoder = decoder or _DECODERS[coding](part[0])
+                if decoder.eof:
+                    raise invalid(f"The body goes on after its {coding} data.")
+                try:
+                    run = asyncio.get_running_loop().run_in_executor
+                    piece = await run(_THREAD, decoder.decompress, part, _STEP_BYTES)
+                except (zlib.error, zstd.ZstdError) as error:
+                    larger = ", or has a window of more than 8 MiB" * (coding == "zstd")
+                    raise invalid(f"The body is not valid {coding} data{larger}.") from error
+                part = decoder.unused_data or getattr(decoder, "unconsumed_tail", b"")
+                full = len(piece) == _STEP_BYTES and not decoder.eof
+                yield {"type": "http.request", "body": piece, "more_body": True}
+        if decoder is not None and not decoder.eof:
+            raise invalid(f"The body ends before its {coding} data do.")
+        yield {"type": "http.request", "body": b"", "more_body": False}
 
-    async def _decode(self) -> bytes:
-        decoder = self._decoder = self._decoder or _DECODERS[self._coding](self._part[0])
-        if decoder.eof:
-            raise self._invalid(f"The body goes on after its {self._coding} data.")
-        try:
-            run = asyncio.get_running_loop().run_in_executor
-            piece: bytes = await run(_THREAD, decoder.decompress, self._part, _STEP_BYTES)
-        except (zlib.error, zstd.ZstdError) as error:
-            larger = ", or has a window of more than 8 MiB" * (self._coding == "zstd")
-            raise self._invalid(f"The body is not valid {self._coding} data{larger}.") from error
-        self._part = decoder.unused_data or getattr(decoder, "unconsumed_tail", b"")
-        self._full = len(piece) == _STEP_BYTES and not decoder.eof
-        return piece
+    return messages().__anext__

@@ -334,7 +334,8 @@ class LaneReport(Record):
     mtp_enabled: bool = False
     requested_draft_tokens: DraftTokens = 0
     effective_draft_tokens: DraftTokens = 0
-    """Current draft length; 0 if drafts slow down the current batch size, as measured."""
+    """Draft length for a batch of the lane's own rows; 0 if drafts slow it down, as measured. The
+    lanes share batches, so a larger one may draft less."""
     draft_tokens_by_rows: tuple[DraftTokens, ...] = Field(default=(), max_length=256)
     """Best draft length for batches of 1, 2, 3 ... rows, as far as measured."""
     draft_speedup_by_rows: tuple[Speed, ...] = Field(default=(), max_length=256)
@@ -492,6 +493,11 @@ class WorkerReport(Record):
     lanes: Annotated[
         tuple[LaneReport, ...], Field(max_length=MAX_LANES), AfterValidator(_check_unique)
     ]
+
+    def bare(self) -> WorkerReport:
+        """Return what identifies a worker that gets no requests: no load, no counts."""
+        bare = {"ready": False, "start": None, "lanes": (), "prefixes": (), "evicted_prefixes": ()}
+        return self.model_copy(update=bare)
 
 
 VLLM_COUNTERS = {

@@ -12,8 +12,11 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 
 from paceline.error_messages import closest, message_of
+from paceline.terminal import printable
 
 _DEFAULT_FILE = Path("paceline.yaml")
+# Variables that are no settings: of both processes, of a stack with Docker, and of clients.
+_OTHERS = ("config", "terminal", "publish", "key")
 _NO_ALIASES: Mapping[str, str] = {}
 
 AnySettings = TypeVar("AnySettings", bound=BaseSettings)
@@ -58,6 +61,22 @@ def load_layered(
         return Layered(**flags)
     except ValidationError as invalid:
         raise InvalidSettings(_describe(invalid, settings, flags, section, flag_names)) from None
+
+
+def unknown_variables(settings: type[BaseSettings]) -> list[str]:
+    """Return a warning for each variable that is named like one of these settings and is none."""
+    prefix, known = settings.model_config.get("env_prefix", ""), settings.model_fields
+    warnings = []
+    for name in sorted(os.environ):
+        rest = name.lower().removeprefix(prefix.lower())
+        own = name.upper().startswith(prefix) and rest not in known
+        # Keys of engines have any name; a worker warns of its variables itself.
+        if not own or rest in _OTHERS or rest.endswith("_api_key") or rest.startswith("worker_"):
+            continue
+        near = closest(rest, known).upper()
+        advice = f"did you mean {prefix}{near}?" if near else "and it has no effect."
+        warnings.append(f"{printable(name[:128])} is no setting, {advice}")
+    return warnings
 
 
 def _file_source(

@@ -2,7 +2,10 @@
 
 import sys
 
-from workers.server.main import main
+from workers.command_line import restart_with_blas
 
 if __name__ == "__main__":
+    restart_with_blas("workers")
+    from workers.server.main import main  # takes a while: not for a process that is replaced
+
     sys.exit(main(sys.argv[1:]))

@@ -20,6 +20,7 @@ import httpx
 from PIL import Image
 
 from bench.harness.tables import Grid, provenance, report
+from tests.support.chat_bodies import WEATHER
 from tests.support.images import encode_image
 from tests.support.open_responses import DONE, PATH, VERSION, problems_of, read_stream
 
@@ -29,16 +30,7 @@ _NUMBER: Final = re.compile(r"\.\d+")
 _SHOWN: Final = 3
 """Of what is wrong with one answer."""
 _QUESTION: Final = "What is the weather in Paris?"
-_WEATHER: Final[Json] = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Get the weather in a city.",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    },
-}
+_WEATHER: Final[Json] = {"type": "function", **WEATHER}
 _CITY: Final[Json] = {
     "type": "json_schema",
     "name": "city",

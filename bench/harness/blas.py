@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 _WITH_BLAS: Final = Path(__file__).parents[2] / "scripts" / "with-blas"
-_NAMES: Final = frozenset({"LD_PRELOAD", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"})
+_NAMES: Final = frozenset({"LD_PRELOAD", "WITH_BLAS", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"})
 
 
 @cache

@@ -33,6 +33,8 @@ class Gauges(Collector):
         quarantined = "Request bodies blocked because two workers crashed while processing them."
         refused = "1 while the policy file is invalid and therefore not active."
         degraded = "1 while this gateway cannot exchange state with others over Redis."
+        started = "When this gateway started, in seconds since the epoch."
+        unwritable = "1 while the state folder cannot be read or written."
         for name, text, value in (
             ("requests_in_flight", "Requests in progress.", load.requests),
             (
@@ -47,8 +49,10 @@ class Gauges(Collector):
                 "The version of the policy that is active.",
                 gateway.policy_store.version.number,
             ),
+            ("start_time_seconds", started, gateway.wall() - gateway.clock() + gateway.began_s),
             ("policy_file_refused", refused, bool(gateway.policy_file.rejection)),
             ("store_degraded", degraded, bool(gateway.cluster_sync.problem)),
+            ("state_unwritable", unwritable, bool(gateway.cluster_sync.records.problem)),
         ):
             yield GaugeMetricFamily(f"paceline_{name}", text, value=value)
 
@@ -68,6 +72,8 @@ class Gauges(Collector):
     def _workers(self) -> Iterable[Metric]:
         fleet = self._gateway.fleet
         available = _gauge("worker_available", "1 if the worker is given requests.", "worker")
+        cordoned = _gauge("worker_cordoned", "1 if an admin has cordoned the worker.", "worker")
+        taken = _gauge("worker_id_taken", "1 if another worker asks for its id.", "worker")
         ejections = _gauge(
             "worker_ejections", "Ejections in a row, without a recovery between them.", "worker"
         )
@@ -75,10 +81,16 @@ class Gauges(Collector):
         for worker in fleet.workers():
             worker_id = worker.report.worker_id
             available.add_metric([worker_id], fleet.is_available(worker))
+            cordoned.add_metric([worker_id], worker.cordoned)
+            taken.add_metric([worker_id], worker.has_rival)
             ejections.add_metric([worker_id], worker.breaker.ejections)
             for lane in worker.report.lanes:
                 in_flight.add_metric([worker_id, lane.name], worker.in_flight[lane.name])
-        return available, ejections, in_flight
+        for worker_id, absence in fleet.absences().items():
+            if absence.kind != "left":
+                available.add_metric([worker_id], 0)
+                cordoned.add_metric([worker_id], worker_id in self._gateway.cordons.by_worker)
+        return available, cordoned, taken, ejections, in_flight
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

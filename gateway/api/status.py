@@ -55,7 +55,6 @@ class StatusService:
     def __init__(self, gateway: Gateway, proxy: ProxyHandler) -> None:
         self._gateway = gateway
         self._proxy = proxy
-        self._began_s = gateway.clock()
         self.feed = StatusFeed(functools.partial(self.take, window_s(DEFAULT_WINDOW)))
         self._readers = Counter[str]()
         self.metrics = SharedRuns(self._render_metrics)
@@ -96,7 +95,7 @@ class StatusService:
             gateway=GatewayStatus(
                 ready=not lame_duck and bool(gateway.fleet.view().workers),
                 stopping=lame_duck,
-                uptime_s=round(gateway.clock() - self._began_s, 3),
+                uptime_s=round(gateway.clock() - gateway.began_s, 3),
                 requests_in_flight=proxy.load.requests,
                 added_latency_s=window.added_latency_s,
             ),
@@ -140,7 +139,7 @@ async def readyz(gateway: CurrentGateway) -> PlainTextResponse:
         starting = starting_workers(gateway.fleet)
         text = f"starting: {starting}\n" if starting else "no worker\n"
         return PlainTextResponse(text, status_code=503)
-    why = gateway.cluster_sync.problem
+    why = gateway.cluster_sync.problems
     return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
 

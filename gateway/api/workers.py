@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NotRequired
+from datetime import UTC, datetime
+from typing import Annotated, Literal, NotRequired
 from urllib.parse import urlsplit
 
 from fastapi import Query
@@ -52,6 +53,8 @@ class JoinedWorker(TypedDict):
 
     worker_id: str
     url: str
+    cordoned_by: str
+    """The admin who keeps new requests from it; empty if none does."""
 
 
 class LaneLoad(TypedDict):
@@ -66,7 +69,7 @@ class LaneLoad(TypedDict):
 
 
 class WorkerDetails(TypedDict):
-    """The state of one worker; a cordoned one that has left has no URL and no lanes."""
+    """The state of one worker; one that is gone has no lanes, and after a day no URL."""
 
     worker_id: str
     state: str
@@ -80,7 +83,10 @@ class WorkerDetails(TypedDict):
     labels: NotRequired[list[str]]
     heartbeat_age_s: NotRequired[float]
     problem: NotRequired[str]
-    """Why the gateway cannot reach the worker."""
+    """Why the gateway cannot reach the worker, or that another one asks for its id."""
+    gone_since: NotRequired[str]
+    gone_because: NotRequired[Literal["restarting", "silent", "left"]]
+    """As `absence` in `/v1/status`."""
     cordoned_since: NotRequired[str]
     cordoned_by: NotRequired[str]
 
@@ -96,7 +102,7 @@ class Joining(TypedDict):
 
 
 class Workers(TypedDict):
-    """All workers that have joined or are cordoned."""
+    """All workers that have joined, were lost within a day, or are cordoned."""
 
     workers: list[WorkerDetails]
     joining: Joining
@@ -128,7 +134,11 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
             "differ by one. Update the older of the two.",
             param="protocol",
         )
-    reached = gateway.fleet.needs_call_back(report)
+    try:
+        reached = gateway.fleet.needs_call_back(report)
+    except WorkerIdTaken:
+        gateway.fleet.record_rival(worker_id, report.url)
+        raise
     if reached and (problem := await gateway.control.call_back(report)):
         gateway.fleet.record_unreachable(report, problem)
         raise WorkerUnconfirmed(problem)
@@ -171,14 +181,16 @@ async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
     member = gateway.fleet.get(worker_id)
     if member is None or member.problem or not member.report.ready:
         raise WorkerUnknown
-    return {"worker_id": worker_id, "url": member.report.url}
+    cordon = gateway.cordons.by_worker.get(worker_id)
+    by = cordon.author if cordon else ""
+    return {"worker_id": worker_id, "url": member.report.url, "cordoned_by": by}
 
 
 @router.get("", responses=failures(*FOR_ADMINS))
 async def show_all(gateway: CurrentGateway) -> Workers:
     """Show the workers."""
     members = {member.report.worker_id: member for member in gateway.fleet.workers()}
-    names = [*members, *(name for name in gateway.cordons.by_worker if name not in members)]
+    names = dict.fromkeys((*members, *gateway.fleet.absences(), *gateway.cordons.by_worker))
     host, port = gateway.settings.host, gateway.settings.port
     joining: Joining = {
         "url": "" if is_loopback(host) else network_url(host, port),
@@ -239,13 +251,18 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
         "in_flight": member.in_flight.total() if member else 0,
         "lanes": [],
     }
+    gone = gateway.fleet.absences().get(worker_id)
+    if last := member or gone:
+        report = last.report
+        worker |= {"url": report.url, "model": report.model, "labels": list(report.labels)}
+    if gone is not None:
+        unix_s = int(gateway.wall() - gateway.clock() + gone.since_s)
+        worker["gone_since"] = datetime.fromtimestamp(unix_s, UTC).isoformat()
+        worker["gone_because"] = gone.kind
     if member is not None:
         worker |= {
-            "url": member.report.url,
             "kind": member.backend.kind,
-            "model": member.report.model,
             "models": list(member.models),
-            "labels": list(member.report.labels),
             "lanes": [
                 {
                     "name": lane.name,
@@ -258,8 +275,8 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
             ],
             "heartbeat_age_s": round(member.heartbeat_age_s, 3),
         }
-        if member.problem:
-            worker["problem"] = member.problem
+        if member.trouble:
+            worker["problem"] = member.trouble
     cordon = gateway.cordons.by_worker.get(worker_id)
     if cordon is not None:
         worker |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}

@@ -43,6 +43,8 @@ def _run(module: str, function: str, **given: Any) -> int:
     from paceline.terminal import configure_logging  # noqa: PLC0415  # not for help
 
     configure_logging(logging.WARNING, "%(asctime)s %(levelname)s %(name)s %(message)s")
+    if module in ("up", "gateway"):  # what comes, goes and is edited is told, too
+        logging.getLogger("gateway").setLevel(logging.INFO)
     command = getattr(importlib.import_module(f"gateway.cli.{module}"), function)
     exit_code: int = command(**given)
     return exit_code
@@ -151,12 +153,22 @@ _SERVING = (
 )
 
 
+def _print_version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        from paceline.installation import describe_version  # noqa: PLC0415  # seldom needed
+
+        click.echo(f"{PROGRAM} {describe_version()}")
+        ctx.exit()
+
+
 @click.group(PROGRAM, cls=_Group, context_settings={**CONTEXT})
-@click.version_option(
-    package_name="paceline",
-    prog_name=PROGRAM,
-    message="%(prog)s %(version)s",
-    help="Print the version.",
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and its commit.",
 )
 def paceline() -> None:
     """One OpenAI-compatible endpoint over all of a team's Macs."""
@@ -189,14 +201,24 @@ def _add(
 
 def _read_settings(given: Mapping[str, str | None]) -> Settings:
     """Read the settings of a gateway before its import; raise `StartupError` if one is invalid."""
-    from gateway.config.settings import load_settings  # noqa: PLC0415  # pydantic: not for help
+    # pydantic: not for help
+    from gateway.config.settings import Settings, load_settings  # noqa: PLC0415
+    from paceline.settings import unknown_variables  # noqa: PLC0415
 
     config = Path(given["config"]) if given["config"] else None
-    return load_settings(config, host=given["host"], port=given["port"])
+    settings = load_settings(config, host=given["host"], port=given["port"])
+    for warning in unknown_variables(Settings):
+        click.echo(f"{PROGRAM}: {warning}", err=True)
+    return settings
 
 
 def _up(model: str | None, **given: str | None) -> int:
+    from gateway.errors import StartupError  # noqa: PLC0415  # not for help
+    from paceline.installation import missing_worker  # noqa: PLC0415
+
     settings = _read_settings(given)
+    if lack := missing_worker():
+        raise StartupError(lack)
     click.echo("Starting the gateway ...")  # to import it takes some seconds
     return _run("up", "run", settings=settings, model=model, config=given["config"])
 
@@ -220,7 +242,7 @@ class _EngineCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> NoReturn:
         arguments = [] if ctx.obj is None else ctx.obj[1:]
-        os.execv(sys.executable, [sys.executable, "-m", self._module, *arguments])  # noqa: S606
+        os.execv(sys.executable, [sys.executable, "-P", "-m", self._module, *arguments])  # noqa: S606
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> NoReturn:  # noqa: ARG002
         self.invoke(ctx)

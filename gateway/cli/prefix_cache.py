@@ -13,8 +13,8 @@ _WORKERS = "/admin/v1/workers"
 def clear(*, workers: Sequence[str], url: str) -> int:
     """Empty the prefix caches of these workers, in memory and on disk; without any, of all."""
     gateway = connect(url, admin=True)
-    names = workers or [one["worker_id"] for one in gateway.read("GET", _WORKERS)["workers"]]
-    for name in names:
+    here = (one for one in gateway.read("GET", _WORKERS)["workers"] if one["state"] != "gone")
+    for name in workers or [one["worker_id"] for one in here if one["kind"] == "paceline"]:
         gateway.send("DELETE", f"{_WORKERS}/{quote(name, safe='')}/prefix-cache")
         print_output(f"Emptied the prefix cache of {name}.")
     return 0

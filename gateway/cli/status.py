@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
 
 from rich.table import Table
@@ -16,6 +17,15 @@ _RARE_LANES = frozenset(("embeddings", "rerank"))
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
+
+
+_LONG_TOKENS = 1000
+"""Of a prompt that takes long to read."""
+_ABSENCES = {
+    "restarting": "stopped at {since}; it is being started again.",
+    "silent": "has sent nothing since {since}. It may be asleep, switched off or cut off.",
+    "left": "signed off at {since}.",
+}
 
 
 def run(*, url: str, as_json: bool) -> int:
@@ -46,9 +56,11 @@ def _lines(state: Mapping[str, Any]) -> list[Text]:
     for what, why in (
         ("The policy file is not in force", state["policy"]["file_problem"]),
         ("This gateway does not share all state with others", state["store"]["problem"]),
+        ("Edits are refused", state["store"].get("file_problem", "")),
     ):
         if why:
             lines.append(Text(f"{what}: {why}", style="red"))
+    lines += [line for name, one in state["workers"].items() for line in _trouble(name, one)]
     return lines
 
 
@@ -76,6 +88,26 @@ def _pools(pools: Mapping[str, Any]) -> Table:
         if pool["workers"] or pool["requests"] or not _RARE_LANES.issuperset(pool["lanes"]):
             table.add_row(name, str(len(pool["workers"])), *_load(pool))
     return table
+
+
+def _trouble(name: str, worker: Mapping[str, Any]) -> list[Text]:
+    """Return why a worker gets no requests, or the prompts that it reads, if there are any."""
+    since = datetime.fromtimestamp(int(worker["absence"]["unix_s"])).astimezone()
+    sentence = _ABSENCES.get(worker["absence"]["kind"], "").format(since=since)
+    style = "dim" if worker["absence"]["kind"] == "left" else "red"
+    if not sentence and worker["problem"]:
+        sentence = f"has a problem: {worker['problem']}"
+    elif reason := worker["ejection"]["reason"]:
+        sentence = f"gets no requests for a while: {reason}."
+    elif start := worker["start"]["description"]:
+        sentence, style = f"is starting: {start}.", "yellow"
+    lines = [Text(f"{name} {sentence}", style=style)] if sentence else []
+    for lane in worker["lanes"].values():
+        if (tokens := lane["pending_prefill_tokens"]) >= _LONG_TOKENS:
+            seconds = tokens / (lane["prefill_tokens_per_s"] or float("inf"))
+            left = f", for about {seconds:.0f} s" if seconds else ""
+            lines.append(Text(f"{name} reads prompts: {tokens:,} tokens more{left}.", style="dim"))
+    return lines
 
 
 def _workers(workers: Mapping[str, Any]) -> Table:

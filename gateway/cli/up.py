@@ -35,6 +35,7 @@ from paceline.terminal import TERMINAL_VARIABLE, StartDisplay, printable
 
 _REQUEST_TIMEOUT_S = 2.0
 _JOIN_POLL_S = 0.05
+_CORDON_POLL_S = 1.0
 # The demo model was trained on this question.
 _QUESTION = "Count from 1 to 20."
 _READY = """\
@@ -135,7 +136,7 @@ class _WorkerRunner:
         gateway_url = self._local_address
         name = name_of_host(socket.gethostname()) or "local"
         command = (
-            *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
+            *(sys.executable, "-P", "-m", "workers", "--leash", "--port", "0"),
             *("--id", name, "--join", gateway_url),
             *self.worker_flags,
         )
@@ -184,8 +185,13 @@ class _WorkerRunner:
             self.start.show(progress)
 
     async def _greet(self, client: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
-        """Print the ready message once the worker has joined, so that the snippet works."""
-        await _wait_until_joined(client, ready["worker_id"], ready["url"])
+        """Print the ready message once the worker gets requests, so that the snippet works."""
+        told = ""
+        while author := await _wait_until_joined(client, ready["worker_id"], ready["url"]):
+            if author != told:
+                told, page = author, serve.admin_page(self.given, self.listening)
+                _print(f"The worker gets no requests: {author} has cordoned it. See {page}")
+            await asyncio.sleep(_CORDON_POLL_S)
         if self.greeted:
             _print("The worker is ready again.")
         else:
@@ -234,10 +240,11 @@ async def _remove_worker(client: httpx.AsyncClient, name: str) -> None:
         await client.delete(f"/{name}", params={"restarting": "true"})
 
 
-async def _wait_until_joined(client: httpx.AsyncClient, name: str, worker_url: str) -> None:
+async def _wait_until_joined(client: httpx.AsyncClient, name: str, worker_url: str) -> str:
+    """Return who has cordoned the worker; empty if nobody has."""
     while True:
         with contextlib.suppress(httpx.HTTPError):  # the gateway may be shutting down
             response = await client.get(f"/{name}/joined")
             if response.is_success and response.json()["url"] == worker_url:
-                return
+                return str(response.json()["cordoned_by"])
         await asyncio.sleep(_JOIN_POLL_S)

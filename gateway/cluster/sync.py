@@ -18,6 +18,7 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.periodic import Work
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.state.join_token import SharedJoinToken
+from gateway.state.records import Records
 from gateway.state.redis import RedisClient
 from gateway.state.worker_reports import SharedWorkerReports
 from paceline.protocol import WorkerReport
@@ -66,6 +67,9 @@ class PeerWorkers:
         ]
         updates = await self._reports.exchange(heartbeats, departures)
         self._sent = local
+        last = {report.worker_id: (report, age_s) for report, age_s in updates}.values()
+        silent = ((one, age_s) for one, age_s in last if age_s and age_s > HEARTBEAT_TIMEOUT_S)
+        await self._report_client.recall(silent)
         for report, age_s in updates:
             if age_s is not None:
                 if self._fleet.merge_remote(report, age_s):
@@ -87,8 +91,11 @@ class PeerWorkers:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSync:
-    """The exchange with other gateways over Redis; without Redis it has no work."""
+    """The exchange with other gateways over Redis, or with the next process of this one."""
 
+    records: Records
+    read_workers: Work
+    """Finds out the workers before this gateway serves."""
     redis: RedisClient | None = None
     join_token: SharedJoinToken | None = None
     rate_limits: SharedRateLimits | None = None
@@ -105,9 +112,19 @@ class ClusterSync:
     def status(self) -> dict[str, Any]:
         """Return the part `store` of `/v1/status`."""
         kind = "memory" if self.redis is None else "redis"
-        state = "degraded" if self.problem else "ok"
         gateways = 1 if self.rate_limits is None else self.rate_limits.gateways
-        return {"kind": kind, "state": state, "problem": self.problem, "gateways": gateways}
+        return {
+            "kind": kind,
+            "state": "degraded" if self.problems else "ok",
+            "problem": self.problem,
+            "file_problem": self.records.problem,
+            "gateways": gateways,
+        }
+
+    @property
+    def problems(self) -> str:
+        """Return the problems with Redis and with the state folder, or an empty string."""
+        return " ".join(filter(None, (self.problem, self.records.problem)))
 
     @property
     def problem(self) -> str:

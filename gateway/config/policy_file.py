@@ -6,6 +6,7 @@ The state folder keeps what this gateway last read, so that a restart is no chan
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from pathlib import Path
@@ -50,11 +51,9 @@ class LastReads:
 
     async def open(self) -> None:
         """Read what an earlier process kept."""
-        try:
+        with contextlib.suppress(RecordsUnwritable, ValueError):  # the records log it
             text = (await self._records.all(_KIND)).get(self._name)
             self.last = PolicyVersion.model_validate_json(text) if text else None
-        except (RecordsUnwritable, ValueError):
-            log.warning("policy_file.last_read_unreadable")
 
     async def keep(self, version: PolicyVersion | None, proposal: Proposal) -> None:
         """Keep what was read, unless no version has it yet."""
@@ -63,11 +62,10 @@ class LastReads:
         content = {"document": proposal.document, "text": proposal.text}
         self.last = version.model_copy(update=content)
         text = self.last.model_dump_json()
-        try:
+        # Without it, only new content applies after a restart.
+        with contextlib.suppress(RecordsUnwritable):
             if not await self._records.add(_KIND, self._name, text):
                 await self._records.replace(_KIND, self._name, text)
-        except RecordsUnwritable:  # without it, only new content applies after a restart
-            log.warning("policy_file.last_read_not_kept")
 
 
 class PolicyFileWatcher:

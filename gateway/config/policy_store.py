@@ -204,7 +204,8 @@ class PolicyStore:
         """Activate a version, unless a later one is active."""
         if version.number > self.version.number:
             self.current, self.version = policy, version
-            log.info("policy.changed version=%d reason=%s", version.number, version.reason)
+            told = version.number, version.reason, version.author, version.note
+            log.info("policy.changed version=%d reason=%s author=%r note=%r", *told)
             for warning in self.warnings(policy):
                 log.warning("policy.warning version=%d message=%s", version.number, warning.message)
 

@@ -125,7 +125,7 @@ class DocumentReader:
         Return also whether the process ended by itself, or by its own limits.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", pdf_process.__name__, str(pages)),
+            *(sys.executable, "-P", "-m", pdf_process.__name__, str(pages)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -21,7 +21,8 @@ from gateway.engines.base import (
 from gateway.engines.openai import MODELS, OpenAIEngine
 from gateway.engines.refusals import failed
 from gateway.errors import GatewayError
-from gateway.protocols.event_stream import count
+from gateway.protocols.engine_answer import CALLS
+from gateway.protocols.event_stream import count, fact_pattern
 from gateway.routing.features import Feature
 from gateway.routing.prefix_keys import PrefixKeys
 from gateway.routing.view import ModelView
@@ -74,6 +75,7 @@ class _Paceline(Engine):
 class PacelineWorker(_Paceline):
     """A worker of Paceline that sends heartbeats, authorized by the join token."""
 
+    facts = fact_pattern(CALLS)
     sends_reports = True
     shares_slots = False
     continues_streams = True

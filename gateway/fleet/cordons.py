@@ -106,6 +106,7 @@ class Cordons:
         self._fleet.set_cordoned(frozenset(self.by_worker))
 
     def _check_known(self, worker_id: str) -> None:
-        """Raise `WorkerUnknown` unless the worker is in the fleet or cordoned."""
-        if worker_id not in self.by_worker and self._fleet.get(worker_id) is None:
+        """Raise `WorkerUnknown` unless the worker is in the fleet, lost or cordoned."""
+        known = {*self.by_worker, *self._fleet.absences()}
+        if worker_id not in known and self._fleet.get(worker_id) is None:
             raise WorkerUnknown

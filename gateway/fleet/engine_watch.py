@@ -30,7 +30,8 @@ READ_TIMEOUT_S = 10.0
 _READ_INTERVAL_S = 10.0
 # An engine that takes connections and answers no probe for so long is taken for dead.
 _GRACE_S = 30.0
-_BOOT_ID = "static"
+BOOT_ID = "static"
+_FIRST_PROBE_S = 1.0
 _NEVER_S = float("-inf")
 _FORBIDDEN = frozenset((401, 403))
 
@@ -74,7 +75,7 @@ class WatchedEngine:
         names = tuple(engine.names)
         return WorkerReport(
             worker_id=entry.id,
-            boot_id=_BOOT_ID,
+            boot_id=BOOT_ID,
             url=entry.url,
             model=names[0],
             context_tokens=engine.model(names[0]).context_tokens,
@@ -108,7 +109,11 @@ class EngineWatch:
         )
 
     async def __aenter__(self) -> Self:
+        """Find out the engines that answer at once, so that the gateway serves with them."""
         await self._client.__aenter__()
+        await self.probe_all()
+        if self._probes:
+            await asyncio.wait(self._probes.values(), timeout=_FIRST_PROBE_S)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -120,7 +125,7 @@ class EngineWatch:
 
     def job(self) -> Job:
         """Return the periodic job that starts the probes."""
-        return Job(work=self.probe_all, period_s=HEARTBEAT_INTERVAL_S, at_start=True)
+        return Job(work=self.probe_all, period_s=HEARTBEAT_INTERVAL_S)
 
     def replace(self, engines: Iterable[WatchedEngine]) -> None:
         """Watch these engines and no others; those that have not changed keep their state."""
@@ -286,7 +291,7 @@ class EngineWatch:
             raise EngineSilent(why, timed_out=True) from None
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             why = type(error).__name__  # its words may be those of the engine
-            log.info("engine.silent worker=%s error=%s", watched.entry.id, why)
+            log.debug("engine.silent worker=%s error=%s", watched.entry.id, why)
             unheard = isinstance(error, httpx.ConnectError)
             raise EngineSilent("nothing listens at its URL" if unheard else "no HTTP") from None
         names = {name.lower(): value for name, value in response.headers.items()}

@@ -42,8 +42,8 @@ class FairQueue(Generic[Ticket]):
         """Iterate over a copy of the tickets, the next one first."""
         return iter([ticket for *_, ticket in self._order])
 
-    def enqueue(self, ticket: Ticket, priority: Priority, client: str) -> None:
-        """Add a ticket."""
+    def enqueue(self, ticket: Ticket, priority: Priority, client: str) -> int:
+        """Add a ticket; return how many of its client and priority wait with it."""
         flow = (priority, client)
         last, waiting = self._flows.get(flow, (0.0, 0))
         finish = max(self._virtual_time, last) + 1 / WEIGHTS[priority]
@@ -51,6 +51,7 @@ class FairQueue(Generic[Ticket]):
         self._sequence += 1
         self._entries[ticket] = (finish, waiting, self._sequence, flow)
         bisect.insort(self._order, (finish, waiting, self._sequence, ticket))
+        return waiting + 1
 
     def place(self, ticket: Ticket) -> int:
         """Return the place of a waiting ticket: 1 for the next one."""

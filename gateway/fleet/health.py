@@ -6,7 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -15,7 +15,7 @@ from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_fixed
 
 from gateway.engines.paceline import REPORT_PATH, PacelineWorker
-from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry, is_local
 from gateway.periodic import SharedRuns
 from gateway.state.shared_counters import CounterStore
 from gateway.strict_json import Pieces, size_of
@@ -39,6 +39,8 @@ CHECK_REFUSALS = (
 """The statuses of a check that refuse the request; others tell of the worker."""
 MAX_ATTEMPTS = 2
 _MAX_CALL_BACKS = 64
+# Later another machine may have its address, and the question carries the join token.
+_ASK_WITHIN_S = 600.0
 _RETRY_DELAY_S = 0.05
 TIMEOUTS = (httpx.TimeoutException, TimeoutError)
 
@@ -121,12 +123,37 @@ class ReportClient:
         """Probe a worker; its answer counts as a heartbeat."""
         await self._record(worker, self._fleet.probe_succeeded)
 
-    async def _record(self, worker: WorkerReport, record: Callable[[WorkerReport], None]) -> None:
-        """Record the present report of a worker, if it arrives in time."""
+    async def recall(self, known: Iterable[tuple[WorkerReport, float]]) -> None:
+        """Ask workers, by their last reports and the seconds since; record those that are gone.
+
+        Whoever starts this gateway again, starts the workers of this machine again too.
+        """
+        unknown = [
+            (report, age_s)
+            for report, age_s in known
+            if age_s < ABSENCE_LIMIT_S and self._fleet.get(report.worker_id) is None
+            if self._fleet.absence(report.worker_id) is None
+        ]
+        record, asked = (
+            self._fleet.probe_succeeded,
+            [one for one in unknown if one[1] < _ASK_WITHIN_S],
+        )
+        await asyncio.gather(*(self._record(one, record, logging.DEBUG) for one, _ in asked))
+        for report, age_s in unknown:
+            if not is_local(report) and self._fleet.get(report.worker_id) is None:
+                self._fleet.add_absence(report, "silent", age_s)
+
+    async def _record(
+        self,
+        worker: WorkerReport,
+        record: Callable[[WorkerReport], None],
+        level: int = logging.WARNING,
+    ) -> None:
+        """Record the present report of a worker, if it arrives in time; else log that."""
         try:
             report = await self._fetch(worker, REPORT_TIMEOUT_S)
         except _NoReport as failure:
-            log.warning("report.failed worker=%s error=%s", worker.worker_id, failure.detail)
+            log.log(level, "report.failed worker=%s error=%s", worker.worker_id, failure.detail)
         else:
             record(report)
             await self._store.store_report(report)

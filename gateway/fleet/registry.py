@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -30,6 +30,11 @@ NEVER_S = float("-inf")
 NO_WORKERS: frozenset[str] = frozenset()
 # After this gateway's event loop has stalled for so long, timeouts prove nothing about workers.
 _STALL_S = 1.0
+_ABSENCES = {
+    "restarting": (logging.WARNING, "its process ended, and it is started again"),
+    "silent": (logging.WARNING, "nothing has come from it for {age_s:.0f} s"),
+    "left": (logging.INFO, "it signed off"),
+}
 _TIMEOUTS = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
 
 
@@ -37,11 +42,16 @@ AbsenceKind = Literal["restarting", "silent", "left"]
 """Why a worker is gone; `restarting`: its process ended, and its supervisor starts it again."""
 
 
-class _Absence(NamedTuple):
+ABSENCE_LIMIT_S = 86_400.0
+"""A worker that is gone is shown for a day."""
+
+
+class Absence(NamedTuple):
+    """Why a worker is gone, and its last report without load."""
+
     kind: AbsenceKind
     since_s: float
-    url: str = ""
-    """Where it was, if it is silent."""
+    report: WorkerReport
 
 
 class WorkerRegistry:
@@ -70,7 +80,7 @@ class WorkerRegistry:
         self.on_capacity: Callable[[], None] = lambda: None
         self._backend = backend or PacelineWorker()
         self._workers: dict[str, WorkerState] = {}
-        self._absences: dict[str, _Absence] = {}
+        self._absences: dict[str, Absence] = {}
         """The last workers that are gone; one whose process is started again until it is ready."""
         self._cordoned: frozenset[str] = frozenset()
         self._stalled_until_s = NEVER_S
@@ -98,6 +108,7 @@ class WorkerRegistry:
         worker.local_heartbeat_at_s = worker.heartbeat_at_s
         if reached:
             self._set_reached(worker)
+        self._log_arrival(worker)
 
     def needs_call_back(self, report: WorkerReport) -> bool:
         """Return whether the gateway must reach the worker at its URL before its heartbeat counts.
@@ -122,7 +133,15 @@ class WorkerRegistry:
         """Raise `WorkerIdTaken` if a live worker at another URL has this id."""
         worker = self._workers.get(worker_id)
         if worker is not None and _is_taken(worker, "", url, self._backend):
+            self.record_rival(worker_id, url)
             raise WorkerIdTaken
+
+    def record_rival(self, worker_id: str, url: str) -> None:
+        """Record, and log, that another worker than the live one asks for its id."""
+        worker = self._workers[worker_id]
+        if not worker.has_rival:
+            log.warning("fleet.id_taken worker=%s url=%s", worker_id, url)
+        worker.rival_at_s = self._clock()
 
     def record_unreachable(self, report: WorkerReport, problem: str) -> None:
         """Record a heartbeat of a worker that this gateway cannot reach, for people to see.
@@ -160,7 +179,10 @@ class WorkerRegistry:
             self._check_count(report)
         except TooManyWorkers:
             return False
-        return self._record(report, heartbeat_at_s) is not None
+        worker = self._record(report, heartbeat_at_s)
+        if worker is not None:
+            self._log_arrival(worker)
+        return worker is not None
 
     def probe_succeeded(self, report: WorkerReport) -> None:
         """Record a worker's answer to a probe as a heartbeat at this gateway."""
@@ -199,10 +221,22 @@ class WorkerRegistry:
 
     def remove(self, worker_id: str, *, restarting: bool = False) -> None:
         """Remove a worker that has left, or whose process has ended and is started again."""
-        if self._workers.pop(worker_id, None) is not None or worker_id in self._absences:
-            kind: AbsenceKind = "restarting" if restarting else "left"
-            self._add_absence(worker_id, _Absence(kind, self._clock()))
+        last = self._workers.pop(worker_id, None) or self._absences.get(worker_id)
+        if last is not None:
+            self.add_absence(last.report, "restarting" if restarting else "left")
         self._announce()
+
+    def add_absence(self, report: WorkerReport, kind: AbsenceKind, age_s: float = 0.0) -> None:
+        """Record, and log, that a worker is gone, which is not in the fleet."""
+        worker_id = report.worker_id
+        before = self._absences.pop(worker_id, None)
+        self._absences[worker_id] = Absence(kind, self._clock() - age_s, report.bare())
+        if len(self._absences) > MAX_WORKERS:
+            del self._absences[next(iter(self._absences))]
+        if before is None or before.kind != kind:
+            level, why = _ABSENCES[kind]
+            why = why.format(age_s=age_s)
+            log.log(level, "fleet.lost worker=%s kind=%s: %s", worker_id, kind, why)
 
     def acquire(self, candidate: Candidate, *, ejected: bool = False) -> Lease | None:
         """Acquire a slot of a lane; return None if it has none free.
@@ -271,7 +305,12 @@ class WorkerRegistry:
     def silent_urls(self) -> tuple[str, ...]:
         """Return the URLs of workers whose heartbeats have ceased."""
         self._expire()
-        return tuple(one.url for one in self._absences.values() if one.kind == "silent")
+        return tuple(one.report.url for one in self._absences.values() if one.kind == "silent")
+
+    def absences(self) -> Mapping[str, Absence]:
+        """Return the workers of the last day that are not in the fleet."""
+        self._expire()
+        return {name: one for name, one in self._absences.items() if name not in self._workers}
 
     def pool_lanes(self, name: str, pool: Pool) -> tuple[tuple[WorkerState, LaneReport], ...]:
         """Return the lanes of a pool over all live workers."""
@@ -326,7 +365,7 @@ class WorkerRegistry:
                 and holder.backend is taker.backend is self._backend
                 and holder.is_live
                 and not holder.problem
-                and (_is_local(taker.report) or not _is_local(holder.report))
+                and (is_local(taker.report) or not is_local(holder.report))
             ):
                 sources.append(NodeSource(url=holder.report.url, tokens=tokens))
         return tuple(sources[:MAX_SOURCES])
@@ -378,6 +417,17 @@ class WorkerRegistry:
         absence = self._absences.get(worker_id)
         return None if absence is None else (absence.kind, self._clock() - absence.since_s)
 
+    def _log_arrival(self, worker: WorkerState) -> None:
+        """Log once that a boot of a worker takes requests."""
+        if worker.arrived or not worker.report.ready or worker.problem:
+            return
+        worker.arrived = True
+        place = worker.report.worker_id, worker.report.model, worker.report.url
+        if worker.away_s:
+            log.info("fleet.returned worker=%s model=%s url=%s away_s=%.0f", *place, worker.away_s)
+            return
+        log.info("fleet.joined worker=%s model=%s url=%s", *place)
+
     def _record(
         self, report: WorkerReport, heartbeat_at_s: float, backend: Engine | None = None
     ) -> WorkerState | None:
@@ -413,6 +463,7 @@ class WorkerRegistry:
         absence = self._absences.get(report.worker_id)
         if absence is not None and (report.ready or absence.kind != "restarting"):
             del self._absences[report.worker_id]
+            worker.away_s = self._clock() - absence.since_s
         if not self._known_models.issuperset(worker.models):
             self._seen_models |= dict.fromkeys(worker.models)
             for model in tuple(self._seen_models)[:-MAX_KNOWN_MODELS]:
@@ -426,12 +477,19 @@ class WorkerRegistry:
         """Record that this gateway reaches a worker again."""
         if not (worker.problem or worker.breaker.unreachable):
             return
+        log.info("worker.reached worker=%s", worker.report.worker_id)
         worker.problem = ""
         worker.breaker = worker.breaker.record_connection(self._clock())
         self._announce()
 
     def _set_breaker(self, worker: WorkerState, breaker: CircuitBreaker) -> None:
         if breaker is not worker.breaker:
+            if breaker.refusals and not worker.breaker.refusals:
+                pause_s = breaker.busy_until_s - self._clock()
+                log.info("worker.busy worker=%s pause_s=%.1f", worker.report.worker_id, pause_s)
+            if breaker.ejected_at_s != worker.breaker.ejected_at_s:
+                name, reason = worker.report.worker_id, breaker.reason
+                log.warning("worker.ejected worker=%s reason=%s", name, reason)
             worker.breaker = breaker
             self._view_until_s = NEVER_S
 
@@ -488,22 +546,20 @@ class WorkerRegistry:
 
     def _expire(self) -> None:
         """Remove workers without heartbeats, unless this gateway could not receive any."""
-        if self._is_stalled(self._clock()):
+        now_s = self._clock()
+        if self._is_stalled(now_s):
             return
         for worker_id, worker in tuple(self._workers.items()):
             if not worker.is_live:
                 del self._workers[worker_id]
-                absence = _Absence("silent", worker.heartbeat_at_s, worker.report.url)
-                self._add_absence(worker_id, absence)
-
-    def _add_absence(self, worker_id: str, absence: _Absence) -> None:
-        self._absences.pop(worker_id, None)
-        self._absences[worker_id] = absence
-        if len(self._absences) > MAX_WORKERS:
-            del self._absences[next(iter(self._absences))]
+                self.add_absence(worker.report, "silent", worker.heartbeat_age_s)
+        for worker_id, absence in tuple(self._absences.items()):
+            if now_s - absence.since_s > ABSENCE_LIMIT_S:
+                del self._absences[worker_id]
 
 
-def _is_local(report: WorkerReport) -> bool:
+def is_local(report: WorkerReport) -> bool:
+    """Return whether only this machine reaches a worker."""
     return is_loopback(urlsplit(report.url).hostname or "")
 
 

@@ -11,6 +11,7 @@ requests of several policy versions may wait in it, also after the newest has dr
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -29,8 +30,12 @@ from paceline.drain_rate import DrainRate, QueuePlace
 from paceline.request.profile import bypass_reasons
 from policies.document import PolicyDocument
 
+log = logging.getLogger(__name__)
+
 PROBE_S = 5.0
 """A busy worker refuses a request at once: one that has not in this time has taken it."""
+_FLOOD = 16
+_FLOOD_LOGGED_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +63,8 @@ class _Pool:
     running: int = 0
     """Requests that hold a slot through this pool."""
     drain_rate: DrainRate = field(default_factory=DrainRate)
+    flooded_at_s: float = float("-inf")
+    """When the log last named a client with many requests in the queue."""
 
     @property
     def oldest_s(self) -> float:
@@ -352,9 +359,14 @@ class Scheduler:
     def _enqueue(self, waiter: _Waiter, pool: str) -> None:
         self._entries += 1
         waiter.pools.append(pool)
-        if not self._pools[pool].queue:
-            self._pools[pool].drain_rate.begin(self._clock())
-        self._pools[pool].queue.enqueue(waiter, waiter.caller.priority, waiter.caller.client)
+        entered, now_s = self._pools[pool], self._clock()
+        if not entered.queue:
+            entered.drain_rate.begin(now_s)
+        client = waiter.caller.client
+        count = entered.queue.enqueue(waiter, waiter.caller.priority, client)
+        if count >= _FLOOD and now_s - entered.flooded_at_s >= _FLOOD_LOGGED_S:
+            entered.flooded_at_s = now_s
+            log.warning("queue.flooded pool=%s client=%r waiting=%d", pool, client, count)
 
     def _widen(self, waiter: _Waiter) -> None:
         """Add a request to the queues of all pools that may take it."""

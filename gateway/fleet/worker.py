@@ -16,6 +16,8 @@ from paceline.protocol import WorkerReport
 
 HEARTBEAT_TIMEOUT_S = 7.0
 """Three missed heartbeats: a worker that dies is out of the fleet within ten seconds."""
+_RIVAL_SHOWN_S = 600.0
+_RIVAL = "Another worker has started with the same id, and gets no requests: give it another --id."
 
 
 @dataclass(slots=True, eq=False)
@@ -42,8 +44,14 @@ class WorkerState:
     """The worker sends its heartbeats to this gateway, as far as is known."""
     confirmed: bool = False
     """A gateway has reached the worker at its URL."""
+    arrived: bool = False
+    """Its arrival is in the log."""
+    away_s: float = 0.0
+    """How long it was gone before this boot, or within it; 0: not at all."""
     problem: str = ""
     """Why this gateway cannot reach the worker; empty if it can, as far as is known."""
+    rival_at_s: float = float("-inf")
+    """When another worker last asked for its id."""
     peak_in_flight: dict[str, int] = field(default_factory=dict)
     """Most requests of this gateway since the last report, by lane."""
     remote_requests: dict[str, int] = field(default_factory=dict)
@@ -145,6 +153,16 @@ class WorkerState:
         if not self.backend.sends_reports or not self.is_live:
             return 0
         return sum(lane.running + lane.waiting for lane in self.report.lanes)
+
+    @property
+    def has_rival(self) -> bool:
+        """Return whether another worker has asked for its id lately."""
+        return self.clock() - self.rival_at_s < _RIVAL_SHOWN_S
+
+    @property
+    def trouble(self) -> str:
+        """Return what an admin has to do about it; empty if there is nothing to do."""
+        return self.problem or (_RIVAL if self.has_rival else "")
 
     @property
     def accepting(self) -> bool:

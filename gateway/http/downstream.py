@@ -20,7 +20,7 @@ from gateway import errors
 from gateway.protocols.event_stream import comment_of
 from gateway.protocols.openai import CHAT, WireFormat
 from gateway.types import Header, Headers, RawBody
-from paceline.content_coding import DECODER_BYTES, CodedBody, coding_of
+from paceline.content_coding import DECODER_BYTES, coding_of, decoding
 from paceline.http import BoundedProtocol, encode_head
 from paceline.protocol import REQUEST_ID
 
@@ -466,13 +466,13 @@ async def read_body(
         raise errors.BodyTooLarge(limit_bytes)
     copies = 1
     if header(scope, b"content-encoding") is not None and (coding := coding_of(scope)):
-        coded = CodedBody(
+        receive = decoding(
             *(receive, coding, limit_bytes),
             unsupported=errors.CodingRefused,
             invalid=errors.BodyNotJson,
             too_large=errors.BodyTooLarge,
         )
-        receive, copies = coded.receive, 2  # the window of the decoder is the second
+        copies = 2  # the window of the decoder is the second
         hold(DECODER_BYTES)
     body = bytearray()  # grows in place; a join would copy all of it in one call
     while True:

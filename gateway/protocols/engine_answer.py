@@ -44,47 +44,40 @@ class EngineAnswer:
     """What an engine has told of one answer so far.
 
     `stem` is unique among answers; made ids begin with it. `model` is the name by which the client
-    knows the model.
+    knows the model. With `ends` an answer must tell why it ended.
     """
 
-    def __init__(self, stem: str, model: str, rules: CallRules) -> None:
+    def __init__(self, stem: str, model: str, rules: CallRules, *, ends: bool = True) -> None:
         self._rules = rules
+        self._ends = ends
         self._stem = stem
         self._model = model
         self.renames = False
         """The engine gives the model another name, so each chunk must be read."""
         self._calls: dict[int, _Calls] = {}
 
-    def read_whole(self, answer: Json) -> None:
-        """Give a whole answer its form; raise `AnswerMalformed`."""
-        for place, choice in enumerate(objects_in(answer, "choices")):
-            message, calls = object_in(choice, "message"), self._calls_of(choice, place)
-            _spell_reasoning(message)
-            given, reason = _take_calls(message), _reason_of(choice)
-            for one in given:
-                calls.begin(one)
-            if formed := [*calls.release(reason)]:
-                for one in formed:
-                    del one["index"]
-                message[CALLS] = formed
-            elif given:
-                message["content"] = message.get("content") or ""
-            self._end(choice, calls, reason)
+    def read(self, frame: Json, part: str) -> bool:
+        """Give an answer its form, by its `message`, or a chunk by its `delta`.
 
-    def read_chunk(self, frame: Json) -> bool:
-        """Give a chunk its form; return whether that has changed it. Raise `AnswerMalformed`."""
+        Return whether that has changed it. Raise `AnswerMalformed`.
+        """
         changed: bool = frame.get("model", self._model) != self._model
         if changed:
             frame["model"] = self._model
             self.renames = True
         for place, choice in enumerate(objects_in(frame, "choices")):
-            delta, calls = object_in(choice, "delta"), self._calls_of(choice, place)
-            changed |= _spell_reasoning(delta) or _CALL in delta
-            given = _take_calls(delta)
-            calls.add(given)
-            reason = _reason_of(choice) if choice.get("finish_reason") else ""
+            said, calls = object_in(choice, part), self._calls_of(choice, place)
+            changed |= _spell_reasoning(said) or _CALL in said
+            given, whole = _take_calls(said), part == "message"
+            ended = (whole and self._ends) or choice.get("finish_reason")
+            reason = _reason_of(choice) if ended else ""
+            calls.add(given, whole=whole)
             if formed := [*calls.release(reason)]:
-                choice["delta"] = {**delta, CALLS: formed}
+                choice[part] = {**said, CALLS: formed}
+            elif given and whole:
+                said["content"] = said.get("content") or ""
+            for one in formed if whole else ():
+                del one["index"]
             changed |= formed != given
             changed |= self._end(choice, calls, reason)
         return changed
@@ -161,13 +154,13 @@ class _Calls:
     kept: int = 0
     """Calls that are passed on, and not left out."""
 
-    def add(self, pieces: Any) -> None:
-        """Add the pieces of one chunk; raise `AnswerMalformed`."""
+    def add(self, pieces: Any, *, whole: bool) -> None:
+        """Add the pieces of one chunk, or `whole` calls; raise `AnswerMalformed`."""
         touched: list[_Call] = []
         for piece in pieces:
             function = object_in(piece, "function")
             name, arguments = text_in(function, "name"), _arguments_of(function)
-            call = self._find(piece, name, arguments, touched)
+            call = None if whole else self._find(piece, name, arguments, touched)
             if call is None:
                 call = self.begin(piece)
             elif not call.repeats(arguments):

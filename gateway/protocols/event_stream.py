@@ -16,7 +16,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway.protocols.base import AnswerMalformed, StreamEncoder
-from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
+from gateway.protocols.engine_answer import CALLS, EngineAnswer, FieldUnheld
 from gateway.strict_json import objects_of
 from gateway.types import Drafts, Header, Usage
 from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, header_value
@@ -29,6 +29,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
+_CALLS = CALLS.encode()
 _CONTENT = ("content", "reasoning_content", "tool_calls", "refusal")
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
@@ -80,8 +81,9 @@ class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
     `keep_alive` encodes the comments of a silent engine. `reader` reads the facts as the engine of
-    the stream spells them, and `answer` gives them one form. With `progress`, the scanner cuts the
-    lines that tell tokens off their events, and adds those whose events it passes on.
+    the stream spells them, and `answer` gives them one form, or what `calls` returns gives it to
+    those with calls. With `progress`, the scanner cuts the lines that tell tokens off their events,
+    and adds those whose events it passes on.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class StreamScanner:
         reader: AnswerReader | None = None,
         *,
         answer: EngineAnswer | None = None,
+        calls: Callable[[], EngineAnswer] | None = None,
         progress: AnswerProgress | None = None,
         limit_bytes: int = EVENT_LIMIT_BYTES,
     ) -> None:
@@ -100,7 +103,7 @@ class StreamScanner:
         self.encoder = encoder
         self._keep_alive = keep_alive
         self._reader = reader or AnswerReader()
-        self.answer = answer
+        self.answer, self._calls = answer, calls
         self._facts = self._reader.facts
         self._line = b""
         """Of the event that is being read."""
@@ -245,8 +248,9 @@ class StreamScanner:
             return self._break("the worker sent an error")
         if alien and "usage" not in frame:
             return b""  # no part of an answer: nobody knows what it tells
-        if self.answer is not None:
-            event = self._formed(self.answer, event, frame)
+        answer = self._calls() if self._calls is not None and _CALLS in text else self.answer
+        if answer is not None:
+            event = self._formed(answer, event, frame)
             if state.broken:
                 return b""
         state.begun = True
@@ -271,7 +275,7 @@ class StreamScanner:
     def _formed(self, answer: EngineAnswer, event: bytes, frame: dict[str, Any]) -> bytes:
         """Give a chunk its form; return the event that has it."""
         try:
-            changed = answer.read_chunk(frame)
+            changed = answer.read(frame, "delta")
         except FieldUnheld as error:
             self.state.unheld = str(error)
             return self._break("the answer does not hold to the request")

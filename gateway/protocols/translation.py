@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gateway import errors
@@ -23,7 +22,7 @@ _IN_LIST = re.compile(
 
 
 @dataclass(slots=True)
-class Chat(ABC):
+class Chat:
     """A request for `/v1/chat/completions`."""
 
     names: ClassVar[Mapping[str, str]] = {}
@@ -41,26 +40,26 @@ class Chat(ABC):
     """Fields that the client gives under the name that they have in a chat."""
     ignored: Sequence[str] = ()
     """Fields of the client's request, and names inside of them, that change no answer."""
+    own: Mapping[str, str] = field(default_factory=dict)
+    """The place in this request behind fields of the chat, before `names`."""
 
     def param(self, name: str) -> str:
         """Return the field of the client's request behind a field of the chat."""
-        same = name.partition(".")[0] in self.same
-        return name if same else self.own_param(name)
-
-    @abstractmethod
-    def own_param(self, name: str) -> str:
-        """Return the field of the wire behind a field of the chat that the client did not name."""
-
-    def find(self, name: str) -> tuple[str, str] | None:
-        """Return the place of a message, a part or a tool, and the rest of the name behind it."""
+        if name.partition(".")[0] in self.same:
+            return name
         found = _IN_LIST.fullmatch(name)
         in_messages = name.startswith("messages")
         places = self.places if in_messages else [[place] for place in self.tool_places]
         if found is None or int(found["index"]) >= len(places):
-            return None
+            return own_name(name, self.own if own_name(name, self.own) != name else self.names)
         place, *parts = places[int(found["index"])]
         part = int(found["part"]) if found["part"] else len(parts)
-        return (parts[part] if part < len(parts) else place), found["rest"]
+        place = parts[part] if part < len(parts) else place
+        return self.inside(place, found["rest"], in_messages=in_messages)
+
+    def inside(self, place: str, rest: str, *, in_messages: bool) -> str:
+        """Return the client's name of what stands in a message or a tool; `rest` is the chat's."""
+        return place + rest
 
 
 def own_name(name: str, own_names: Mapping[str, str]) -> str:

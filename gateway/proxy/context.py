@@ -33,6 +33,7 @@ from policies.document import PolicyDocument
 
 if TYPE_CHECKING:
     from gateway.protocols.base import StreamEncoder
+    from gateway.protocols.engine_answer import EngineAnswer
     from gateway.protocols.event_stream import AnswerProgress
     from gateway.protocols.openai import WireFormat
     from gateway.telemetry.tracing import Trace
@@ -107,6 +108,8 @@ class RequestContext:
     """Drawn for a request without one, so that another worker would draw the same tokens."""
     encoder: StreamEncoder | None = None
     """The encoder of the stream, which a further worker continues."""
+    answer_form: EngineAnswer | None = None
+    """What gives an answer its form; None for a stream of a worker of ours without calls."""
     progress: AnswerProgress | None = None
     """What the client has of the stream, if another worker could continue it."""
     first_token_at_s: float | None = None

@@ -467,15 +467,11 @@ class Forwarder:
             raise errors.WorkerFailed
         context.usage = backend.usage(answer) or context.usage
         context.drafts = backend.drafts(answer)
-        form = self._answer_form(context, backend)
-        renamed = "model" in answer and answer["model"] != context.checked.asked_model
+        form = context.answer_form = self._answer_form(context, backend)
         try:
-            if form is not None:
-                form.read_whole(answer)
-                log_calls(context, form)
-            if renamed:
-                answer["model"] = context.checked.asked_model
-            if form is not None or renamed:
+            changed = form.read(answer, "message")
+            log_calls(context)
+            if changed:
                 body = b"".join(await run(size_bytes, encode_body, answer, size_bytes))
             encoded = context.wire_format.encode(context.routed, answer, body)
         except FieldUnheld as error:
@@ -485,13 +481,13 @@ class Forwarder:
         return await context.wire_format.finish() if context.wire_format.finishes else encoded
 
     @staticmethod
-    def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer | None:
-        """Return what gives an answer its form; None for workers of ours, which need none."""
-        if backend.sends_reports:
-            return None
-        inspected = context.checked
+    def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer:
+        """Return what gives an answer its form."""
+        inspected, own = context.checked, backend.sends_reports
         rules = read_call_rules(inspected.body)
-        return EngineAnswer(secrets.token_hex(8), inspected.asked_model, rules)
+        if own:  # a grammar holds its model to a prescribed call
+            rules = rules._replace(forced=False)
+        return EngineAnswer(secrets.token_hex(8), inspected.asked_model, rules, ends=not own)
 
     def _relay(
         self,
@@ -501,15 +497,24 @@ class Forwarder:
         backend: Engine,
     ) -> StreamRelay:
         """Return the relay of an attempt, which continues what the client has of the stream."""
+        own = backend.sends_reports
         if not context.relayed or context.encoder is None:
             late_headers = context.route_headers() if writer.started else ()
             context.encoder = context.wire_format.encoder(context.routed, late_headers)
+            context.answer_form = None if own else self._answer_form(context, backend)
         context.encoder.failovers = context.failovers
+
+        def calls() -> EngineAnswer:
+            """Return what reads the calls of a worker of ours, which a further one continues."""
+            context.answer_form = context.answer_form or self._answer_form(context, backend)
+            return context.answer_form
+
         scanner = StreamScanner(
             context.encoder,
             context.wire_format.keep_alive,
             backend,
-            answer=self._answer_form(context, backend),
+            answer=None if own else context.answer_form,
+            calls=calls if own else None,
             progress=context.progress,
         )
         if context.relayed and context.progress is not None:

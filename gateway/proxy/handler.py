@@ -26,6 +26,7 @@ from gateway.http.downstream import (
     response_writer,
 )
 from gateway.inspection_thread import Turn, is_large
+from gateway.protocols.base import renamed
 from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
 from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.proxy.billing import TokenReservation, default_max_tokens, estimate
@@ -274,6 +275,8 @@ class ProxyHandler:
     ) -> None:
         """Respond with an error, in the wire format of the request."""
         context.resends_503 &= not writer.started  # no proxy sees a status after the head
+        if context.inspected is not None and (spelled := dict(context.profile.spelled)):
+            error = renamed(error, lambda name: spelled.get(name, name))
         context.fail(error)
         if isinstance(error, errors.QueueFull | errors.LimitReached) and not writer.started:
             # A client that repeats rejected requests without a pause waits. Those that wait are

@@ -16,7 +16,6 @@ from gateway import errors
 from gateway.engines.base import Engine
 from gateway.http import upstream
 from gateway.http.downstream import STREAM_HEADERS, EventWriter, ResponseWriter
-from gateway.protocols.engine_answer import EngineAnswer
 from gateway.protocols.event_stream import StreamScanner, comment_of
 from gateway.proxy.context import RequestContext
 from paceline.protocol import TOKENS_LINE
@@ -97,7 +96,7 @@ class StreamRelay:
             context.answered = state.complete and not context.wire_format.finishes
             if context.progress is not None:
                 context.progress.finished |= state.finished
-            log_calls(context, self.scanner.answer)
+            log_calls(context)
         return None
 
     @property
@@ -202,10 +201,10 @@ class StreamRelay:
         return errors.WorkerFailed()
 
 
-def log_calls(context: RequestContext, answer: EngineAnswer | None) -> None:
+def log_calls(context: RequestContext) -> None:
     """Log how many calls of an engine the client does not get."""
-    if answer is not None and answer.left_out:
-        log.warning("calls.left_out request=%s count=%d", context.request_id, answer.left_out)
+    if context.answer_form is not None and (count := context.answer_form.left_out):
+        log.warning("calls.left_out request=%s count=%d", context.request_id, count)
 
 
 class KeepAlive:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -26,7 +27,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 from gateway.state.disk_thread import DiskThread
-from gateway.state.redis import RedisClient
+from gateway.state.redis import UNWRITTEN, RedisClient
 from gateway.state.shared_hash import NOW
 from gateway.state.shares import EVEN_IF_FULL
 
@@ -38,6 +39,7 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 
 log = logging.getLogger(__name__)
+_SPARE_BYTES = 4096
 
 
 class RecordTable:
@@ -113,19 +115,66 @@ class RecordReader(Generic[Value]):
         return values
 
 
+class FileProblem:
+    """Why a file of records cannot be written: for the log, and for admins."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.text = ""
+        """A sentence with the path; empty while there is no problem, as far as is known."""
+
+    def begin(self, error: Exception) -> None:
+        """Record a failure, and log it unless the last call failed alike."""
+        reason = "its content is damaged"
+        if isinstance(error, OSError):
+            reason = os.strerror(error.errno or errno.EIO)
+        if isinstance(error, TimeoutError):
+            reason = "its disk does not answer in time"
+        text = f"{self._path} cannot be written: {reason}."
+        if text != self.text:
+            self.text = text
+            log.warning("records.unwritable problem=%s", text)
+
+    def end(self) -> None:
+        """Record a success, and log it after a failure."""
+        if self.text:
+            self.text = ""
+            log.info("records.writable path=%s", self._path)
+
+    def seems_unwritable(self) -> bool:
+        """Return whether a write has failed, or probably would; an idle disk may sleep on."""
+        try:
+            disk = os.statvfs(self._path.parent)
+            size_bytes = self._path.stat().st_size if self._path.exists() else 0
+        except FileNotFoundError:  # the next write creates the folder
+            return bool(self.text)
+        needed_bytes = size_bytes + _SPARE_BYTES
+        full = disk.f_bavail * disk.f_frsize < needed_bytes or disk.f_flag & os.ST_RDONLY
+        return bool(full or self.text) or not os.access(self._path.parent, os.W_OK | os.X_OK)
+
+
 class FileRecords:
     """Records of several kinds in one file, each a JSON text under a name.
 
-    Edits raise `RecordsUnwritable`.
+    Edits raise `RecordsUnwritable`; while the file cannot be read, the last known records stay.
     """
 
     remote = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read: tuple[object, TextsByKind] = (None, {})
+        self._stamp: object = None
+        self._texts: TextsByKind | None = None
+        """What was read last; None before the first read."""
         self._held: dict[tuple[str, str], str] = {}
         self._disk = DiskThread("records")
+        self._problem = FileProblem(path)
+
+    @property
+    def problem(self) -> str:
+        """Return why the records cannot be written; empty if they can."""
+        held = " What was revoked since is refused here until a restart." if self._held else ""
+        return self._problem.text and f"{self._problem.text}{held}"
 
     def is_current(self, _kind: str) -> bool:
         """Return True: the file is always read."""
@@ -146,7 +195,12 @@ class FileRecords:
             with contextlib.suppress(RecordsUnwritable):
                 await self.add(of_kind, name, text)
                 self._held.pop((of_kind, name), None)
-        texts = await self._run(self._read_changes)
+        try:
+            texts = await self._run(self._read_changes)
+        except RecordsUnwritable:
+            if self._texts is None:
+                raise
+            texts = self._texts
         held = {name: text for (of_kind, name), text in self._held.items() if of_kind == kind}
         return {**held, **texts.get(kind, {})}
 
@@ -166,6 +220,18 @@ class FileRecords:
         """Remove a record."""
         await self._change(kind, lambda texts: texts.pop(name, None))
 
+    async def probe(self) -> None:
+        """Find out whether the file can be written, by writing it if that seems impossible."""
+
+        def rewrite() -> bool:
+            if unwritable := self._problem.seems_unwritable():
+                with exclusive_writer(self._path):
+                    write_file(self._path, read_file(self._path))
+            return unwritable
+
+        if await self._run(rewrite):
+            self._problem.end()
+
     def _read_changes(self) -> TextsByKind:
         """Read the file if it has changed."""
         try:
@@ -174,9 +240,9 @@ class FileRecords:
             return {}
         # They differ after each write, because a write replaces the file.
         stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
-        if stamp != self._read[0]:
-            self._read = stamp, read_file(self._path)
-        return self._read[1]
+        if self._texts is None or stamp != self._stamp:
+            self._texts, self._stamp = read_file(self._path), stamp
+        return self._texts
 
     async def _change(self, kind: str, change: Callable[[Texts], object]) -> bool:
         """Read, change and write in one step; return whether anything has changed."""
@@ -191,17 +257,20 @@ class FileRecords:
                     write_file(self._path, {**kinds, kind: texts})
                 return texts != before
 
-        return await self._run(run, WriteUnconfirmed)
+        changed = await self._run(run, WriteUnconfirmed)
+        self._problem.end()
+        return changed
 
     async def _run(
         self, call: Callable[[], Result], late: type[RecordsUnwritable] = RecordsUnwritable
     ) -> Result:
         try:
             return await self._disk.run(call)
-        except TimeoutError as error:
-            raise late from error
         except (OSError, ValueError) as error:
-            raise RecordsUnwritable from error
+            self._problem.begin(error)
+            if isinstance(error, TimeoutError):
+                raise late from error
+            raise RecordsUnwritable(f"{UNWRITTEN} {self._problem.text}") from error
 
 
 def read_file(path: Path) -> TextsByKind:
@@ -331,12 +400,25 @@ class RedisRecords:
             redis.script(lua) for lua in (_READ, _WRITE, _REMOVE, _RESTORE)
         )
         self._file = folder / f"shared-{redis.address_digest}.json"
+        self._problem = FileProblem(self._file)
         self._copies = defaultdict(lambda: _Copy({}), _read_copies(self._file))
         self._held: defaultdict[str, dict[str, _Record]] = defaultdict(dict)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing: asyncio.Task[None] | None = None
         self._file_is_outdated = False
         self._disk = DiskThread("copy of records")
+
+    @property
+    def problem(self) -> str:
+        """Return why the copy cannot be written; empty if it can."""
+        return self._problem.text
+
+    async def probe(self) -> None:
+        """Find out whether the copy can be written, by writing it if that seems impossible."""
+        with contextlib.suppress(TimeoutError):
+            if not await self._disk.run(self._problem.seems_unwritable):
+                return
+        self._update_file()
 
     def is_current(self, kind: str) -> bool:
         """Return whether this process has read the kind from Redis."""
@@ -440,7 +522,9 @@ class RedisRecords:
             try:
                 await self._disk.run(functools.partial(self._write_file, texts))
             except (OSError, ValueError) as error:
-                log.warning("redis.copy_not_written error=%s", type(error).__name__)
+                self._problem.begin(error)
+            else:
+                self._problem.end()
 
     def _write_file(self, texts: TextsByKind) -> None:
         with exclusive_writer(self._file):

@@ -67,7 +67,7 @@ _PROBLEMS = (
     (ValueError, "A Redis key of Paceline holds data that Paceline did not write."),
 )
 _DENIED_IN_SCRIPT = re.compile("user executing the script|ACL failure in script")
-_UNWRITTEN = "The gateway cannot write its stored state now."
+UNWRITTEN = "The gateway cannot write its stored state now."
 Reply = TypeVar("Reply")
 
 
@@ -151,7 +151,7 @@ class RedisClient:
         An edit without a reply in time may be stored all the same: raise `WriteUnconfirmed`.
         """
         if self.unreachable:
-            raise RecordsUnwritable(f"{_UNWRITTEN} {self.problem}")
+            raise RecordsUnwritable(f"{UNWRITTEN} {self.problem}")
         writing = asyncio.create_task(command(), name="write records")
         try:
             replied = await self.wait_for_admin(writing)
@@ -170,7 +170,7 @@ class RedisClient:
             await self._leave_replica(error)
             if isinstance(error, _UNREACHABLE):
                 raise WriteUnconfirmed from None  # a connection may break before or after the write
-            raise RecordsUnwritable(f"{_UNWRITTEN} {problem}") from None
+            raise RecordsUnwritable(f"{UNWRITTEN} {problem}") from None
 
     async def wait_for_admin(self, task: asyncio.Task[Any]) -> bool:
         """Wait for a task until the deadline of admins; return whether it is done.

@@ -103,8 +103,10 @@ class SharedWorkerReports:
                 del self._pending[name]
         for name in tuple(self._folded)[:-_MAX_FOLDED]:
             del self._folded[name]
-        # As written here since: what was read may say that a worker left which has come back.
+        # As written here since: what was read may say that a worker left which has come back. The
+        # last boot of a worker comes last.
         news = [boot for name, boot in self._shared.values.items() if name in updated]
+        news.sort(key=lambda boot: boot.heartbeat_ms or 0)
         await self._fold_one()
         self._workers = {boot.report.worker_id for boot in self._shared.values.values()}
         return [

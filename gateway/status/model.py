@@ -58,7 +58,8 @@ class MtpOn(StatusModel):
     requested_draft_tokens: NonNegativeInt
     """The configured k, the largest of the present lanes."""
     effective_draft_tokens: NonNegativeInt
-    """The present k; 0 if drafting was measured not to pay at the present batch size."""
+    """The k for a batch of a lane's own rows, the largest of the present lanes; 0 if drafts were
+    measured not to pay there. The lanes share batches, so a larger one may draft less."""
     drafts: NonNegativeInt
     """Number of drafts verified."""
     attempted: NonNegativeInt
@@ -197,6 +198,10 @@ class LaneStatus(StatusModel):
     """Requests that this gateway sent and whose response has not ended."""
     requests: NonNegativeInt
     completion_tokens: NonNegativeInt
+    pending_prefill_tokens: NonNegativeInt
+    """Prompt tokens of its requests that the worker has still to read."""
+    prefill_tokens_per_s: NonNegativeFloat
+    """Its recent speed of reading prompts; 0 if unknown."""
     head_healthy: bool
     """False if the MTP head failed its self-test or keeps failing; the lane then decodes without
     its drafts."""
@@ -240,7 +245,8 @@ class WorkerStatus(StatusModel):
     one after an ejection; `busy`: it asked for a pause; `unreachable`: this gateway gets its
     heartbeats and no connection to it."""
     problem: str
-    """Why the worker is unreachable, and what to do; empty if it is not."""
+    """Why the worker is unreachable, or that another one asks for its id, and what to do; empty
+    without such a problem."""
     kind: str
     """`paceline`, or the kind of another engine; empty if the worker is gone."""
     model: str
@@ -316,7 +322,9 @@ class StoreStatus(StatusModel):
     kind: Literal["memory", "redis"]
     state: Literal["ok", "degraded"]
     problem: str
-    """Empty if there is none."""
+    """Why this gateway cannot exchange state with others over Redis; empty if it can."""
+    file_problem: str
+    """Why the state folder cannot be read or written, with its path; empty if it can."""
     gateways: NonNegativeInt
     """Gateways that share the store now."""
 

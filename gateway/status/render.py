@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from gateway.errors import FieldInvalid
-from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.registry import Absence, WorkerRegistry
 from gateway.fleet.worker import WorkerState
 from gateway.state.counters import CounterKey, sum_lanes
 from gateway.status import model
@@ -26,11 +26,16 @@ from policies.sections import Pool
 DEFAULT_WINDOW = "5m"
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})(s|m)")
 _SECONDS = {"s": 1.0, "m": 60.0}
-_LANE_FIELDS = set("slots running waiting requests completion_tokens head_healthy".split())
+_LANE_FIELDS = set(
+    "slots running waiting requests completion_tokens head_healthy pending_prefill_tokens "
+    "prefill_tokens_per_s".split()
+)
 """The fields of a lane that its report has too."""
 _PREFIX_FIELDS = set(model.WorkerPrefix.model_fields)
 _NO_LOAD = dict.fromkeys(
-    ("slots", "running", "waiting", "requested_draft_tokens", "effective_draft_tokens"), 0
+    "slots running waiting pending_prefill_tokens requested_draft_tokens "
+    "effective_draft_tokens".split(),
+    0,
 )
 _STARTS_SHOWN = 4
 _PREFIX_RESULTS = ("hit", "miss", "none", "unknown")
@@ -74,9 +79,10 @@ class FleetRenderer:
     def __post_init__(self) -> None:
         self._workers = {worker.report.worker_id: worker for worker in self.fleet.workers()}
         stored = {report.worker_id for report in self.reports}
-        # The counts of a worker that was never reached are not stored.
-        unproven = [one.report for id_, one in self._workers.items() if id_ not in stored]
-        known = (*self.reports, *unproven)
+        # The counts of a worker that was never reached are not stored, nor those of one that was
+        # lost before this gateway started.
+        present: dict[str, Absence | WorkerState] = {**self.fleet.absences(), **self._workers}
+        known = (*self.reports, *(one.report for id_, one in present.items() if id_ not in stored))
         labels = {report.worker_id: report.labels for report in known}
         counted = [
             report.model_copy(update={"labels": labels.get(report.worker_id, ())})
@@ -162,7 +168,7 @@ class FleetRenderer:
         age_s = worker.heartbeat_age_s if worker else 0.0
         return model.WorkerStatus(
             state=worker_state(worker),
-            problem=worker.problem if worker else "",
+            problem=worker.trouble if worker else "",
             kind=worker.backend.kind if worker else "",
             model=latest.model,
             models=worker.models if worker else (),

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paceline.request.fields import FieldError
+from paceline.request.keys import check_keys
 
 MAX_TOOL_CALLS = "max_tool_calls"
 """Field of OpenAI's Responses: the most calls of an answer."""
@@ -62,11 +63,13 @@ def _allowed_of(choice: Any, names: frozenset[str]) -> tuple[frozenset[str], str
     match choice:
         case {"mode": "auto" | "required" as mode, "tools": [*tools]} if names:
             for index, tool in enumerate(tools):
+                at = f"{_ALLOWED}.tools[{index}]"
                 match tool:
-                    case {"function": {"name": str() as name}} if name in names:
-                        continue
-                problem = "An allowed tool must be the name of one of 'tools'."
-                raise FieldError(f"{_ALLOWED}.tools[{index}]", problem)
+                    case {"function": {"name": str() as name} as function} if name in names:
+                        check_keys("CHAT tool_choice", tool, path=at)
+                        check_keys("CHAT tool_choice.function", function, path=f"{at}.function")
+                    case _:
+                        raise FieldError(at, "An allowed tool must be the name of one of 'tools'.")
             return frozenset(tool["function"]["name"] for tool in tools), mode
     problem = f"'{_ALLOWED}' must have the mode auto or required, and some of 'tools'."
     raise FieldError(_ALLOWED, problem)

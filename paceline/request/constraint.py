@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from paceline.request.call_rules import read_call_rules
+from paceline.request.call_rules import CallRules, read_call_rules
 from paceline.request.fields import FieldError, Fields
 from paceline.request.keys import check_keys
 
@@ -73,8 +73,9 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
             constraints[1].param,
             f"'{constraints[1].param}' and '{constraints[0].param}' both prescribe the answer.",
         )
-    forced = _forced_calls(body)
-    return forced or (constraints[0] if constraints else None)
+    if (rules := read_call_rules(body)).forced:
+        return _calls_of(body, rules, ConstraintKind.CALLS)[0]
+    return constraints[0] if constraints else None
 
 
 def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
@@ -82,25 +83,16 @@ def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
 
     A function with a grammar is strict too. The tools have been checked.
     """
-    rules, tools = read_call_rules(body), body.get("tools") or ()
-    functions = [tool["function"] for tool in tools if tool["function"]["name"] in rules.names]
-    grammars = _grammars_of(body, functions)
-    strict = {
-        function["name"]
-        for function in functions
-        if function.get("strict") is True or function["name"] in grammars
-    }
-    if not strict and len(functions) in (0, len(tools)):
+    calls, functions = _calls_of(body, read_call_rules(body), ConstraintKind.STRICT_TOOLS)
+    strict = {*calls.value["strict"], *calls.value["grammars"]}
+    if not strict and len(functions) in (0, len({*calls.tools})):
         return None
-    parameters = {
-        function["name"]: (function.get("parameters") or {"additionalProperties": False})
-        if function["name"] in strict
-        else {}
-        for function in functions
+    forms = {
+        name: (one or {"additionalProperties": False}) if name in strict else {}
+        for name, one in functions.items()
     }
-    limit = min(rules.limit or _MAX_CALLS, _MAX_CALLS)
-    value = {"limit": limit, "functions": parameters, "grammars": grammars, "style": style}
-    return Constraint(ConstraintKind.STRICT_TOOLS, value, "tools", _names_of(tools))
+    del calls.value["strict"]
+    return calls._replace(value={**calls.value, "functions": forms, "style": style})
 
 
 def call_fields(body: Mapping[str, Any], constraint: Constraint | None) -> tuple[str, ...]:
@@ -155,29 +147,23 @@ def text_argument(parameters: Any) -> str | None:
     return None
 
 
-def _forced_calls(body: Mapping[str, Any]) -> Constraint | None:
-    """Return the constraint of `tool_choice`; the tools have been checked."""
-    rules = read_call_rules(body)
-    if not rules.forced:
-        return None
-    tools = [tool["function"] for tool in body["tools"] if tool["function"]["name"] in rules.names]
+def _calls_of(
+    body: Mapping[str, Any], rules: CallRules, kind: ConstraintKind
+) -> tuple[Constraint, Mapping[str, Any]]:
+    """Return a constraint of calls, and the parameters of all functions; the tools were checked."""
+    tools = [tool["function"] for tool in body.get("tools") or ()]
+    functions = {one["name"]: one.get("parameters") or {} for one in tools}
+    functions = {name: one for name, one in functions.items() if name in rules.names}
+    grammars = body.get(TOOL_GRAMMARS) or {}
     value = {
         "limit": min(rules.limit or _MAX_CALLS, _MAX_CALLS),
-        "functions": {function["name"]: function.get("parameters") or {} for function in tools},
-        "grammars": _grammars_of(body, tools),
-        "strict": [function["name"] for function in tools if function.get("strict") is True],
+        "functions": functions,
+        "grammars": {name: one for name, one in grammars.items() if name in functions},
+        "strict": [
+            one["name"] for one in tools if one["name"] in functions and one.get("strict") is True
+        ],
     }
-    return Constraint(ConstraintKind.CALLS, value, "tools", _names_of(body["tools"]))
-
-
-def _names_of(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(tool["function"]["name"] for tool in tools)
-
-
-def _grammars_of(body: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> Any:
-    """Return the grammars of these functions, by their names."""
-    grammars = body.get(TOOL_GRAMMARS) or {}
-    return {one["name"]: grammars[one["name"]] for one in functions if one["name"] in grammars}
+    return Constraint(kind, value, "tools", tuple(one["name"] for one in tools)), functions
 
 
 def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
@@ -191,12 +177,13 @@ def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
         raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
     check_keys("CHAT response_format", chosen)
     inner, schema = chosen.get("json_schema"), chosen.get("schema")
-    if inner is not None and (kind != "json_schema" or schema is not None):
-        other = f"of the type {kind}" if schema is None else "beside 'response_format.schema'"
-        raise FieldError(
-            "response_format.json_schema", f"'response_format.json_schema' has no use {other}."
-        )
-    if schema is not None and kind != "text":  # llama.cpp has it beside either type
+    of_type = {"json_schema": kind == "json_schema" and schema is None, "schema": kind != "text"}
+    for name, fits in of_type.items():
+        if chosen.get(name) is not None and not fits:
+            place = f"response_format.{name}"
+            problem = f"'{place}' has no use of the type {kind}, or beside another schema."
+            raise FieldError(place, problem)
+    if schema is not None:  # llama.cpp has it beside either type
         yield _constraint(ConstraintKind.JSON, schema, "response_format.schema")
     elif kind == "json_object":
         yield Constraint(ConstraintKind.JSON, {"type": "object"}, "response_format")
@@ -206,9 +193,6 @@ def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
             raise FieldError(name, f"'{name}' must be an object with a 'schema'.")
         check_keys("CHAT response_format.json_schema", inner)
         yield _constraint(ConstraintKind.JSON, inner.get("schema"), f"{name}.schema")
-    elif schema is not None:
-        name = "response_format.schema"
-        raise FieldError(name, f"'{name}' has no use of the type text.")
 
 
 def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:

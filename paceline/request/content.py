@@ -363,21 +363,23 @@ def _read_message(message: Any, where: str, found: Content) -> None:
     if calls := message.get("tool_calls"):
         found.text_chars += json_bytes(calls)
         for index, call in enumerate(calls if isinstance(calls, list) else ()):
-            _check_call(call, f"{where}.tool_calls[{index}]", found.inside)
+            at = f"{where}.tool_calls[{index}]"
+            check_keys("CHAT messages.tool_calls", call, found.inside, at)
+            function = call.get("function") if isinstance(call, Mapping) else None
+            check_keys(
+                "CHAT messages.tool_calls.function", function, found.inside, f"{at}.function"
+            )
 
 
-def _check_call(call: Any, where: str, inside: Inside) -> None:
-    check_keys("CHAT messages.tool_calls", call, inside, where)
-    if isinstance(call, Mapping):
-        function = call.get("function")
-        check_keys("CHAT messages.tool_calls.function", function, inside, f"{where}.function")
+def marks_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the marks of a message by which the answer may go on from it."""
+    return {name: message[name] for name in CONTINUES if message.get(name) is not None}
 
 
 def _mark_of(message: Mapping[str, Any], where: str) -> str:
     """Return the place of the mark by which the answer goes on from a message; empty: none."""
-    for name in CONTINUES:
-        mark = message.get(name)
-        if not isinstance(mark, bool | None):
+    for name, mark in marks_of(message).items():
+        if not isinstance(mark, bool):
             raise FieldError(f"{where}.{name}", f"'{name}' must be true or false.")
         if mark:
             return f"{where}.{name}"

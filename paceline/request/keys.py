@@ -38,8 +38,10 @@ CHAT response_format.json_schema: name description schema strict
 CHAT stream_options: include_usage continuous_usage_stats usage_interval_tokens
   | include_obfuscation
 RERANK documents: text | id title url metadata
-RESPONSES input: $echo role content phase summary encrypted_content call_id arguments input output
-  name execution tools | $cache
+item: $echo role content phase summary encrypted_content call_id arguments input output name
+  execution tools
+RESPONSES input: $item | $cache
+RESPONSES input.message: $item prefix partial | $cache
 RESPONSES input.content: $echo text refusal logprobs image_url file_data filename file_id file_url
   summary input_audio | $cache detail
 RESPONSES tools: type name description parameters strict format tools execution | $cache $tool
@@ -51,7 +53,8 @@ RESPONSES text.format: type name schema strict description
 RESPONSES conversation: id object metadata created_at
 RESPONSES stream_options: include_obfuscation include_usage continuous_usage_stats
 MESSAGES messages: $echo role content model stop_sequence stop_details usage container
-  context_management diagnostics input_transformations | clear_at output_config cache_control
+  context_management diagnostics input_transformations prefix partial
+  | clear_at output_config cache_control
 MESSAGES messages.content: $echo text source title content thinking signature data name input tool
   tool_use_id tool_name toolset_name is_error parsed_output
   | cache_control citations transformations context

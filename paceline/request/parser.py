@@ -98,6 +98,8 @@ def _read(
         return rerank_profile(read_rerank(body, access, inside), (*ignored, *inside))
     fields = access(body)
     content = read_content(body, endpoint)
+    if content.continued:
+        spelled = {**spelled, "continue_final_message": content.continued}
     continues = _read_continuation(fields, body, content.continued)
     _check_template_kwargs(body.get("chat_template_kwargs"))
     _check_choices(body)
@@ -106,15 +108,15 @@ def _read(
     check_tool_grammars(body)
     fields.choice("parallel_tool_calls")
     fields.integer(MAX_TOOL_CALLS, None, low=1)
-    stream_options = _read_stream_options(body, content.inside, stream=stream)
+    include_usage, interval = _read_stream_options(body, content.inside, stream=stream)
     max_tokens = _read_max_tokens(fields, endpoint)
     constraint = read_constraint(body)
     return RequestProfile(
         endpoint=endpoint,
         model=fields.text("model"),
         stream=stream,
-        include_usage=stream_options.flag("include_usage"),
-        usage_interval=_read_usage_interval(stream_options),
+        include_usage=include_usage,
+        usage_interval=interval,
         metrics=body.get("metrics") is not None,
         token_sources=fields.flag("token_sources"),
         media=tuple(sorted(content.media.items())),
@@ -349,17 +351,16 @@ def _check_template_kwargs(given: Any) -> None:
             raise FieldError(f"{name}.{switch}", f"'{name}.{switch}' must be true or false.")
 
 
-def _read_stream_options(body: Mapping[str, Any], inside: Inside, *, stream: bool) -> Fields:
-    options = body.get("stream_options")
-    if options is None:
-        return Fields({})
+def _read_stream_options(
+    body: Mapping[str, Any], inside: Inside, *, stream: bool
+) -> tuple[bool, int | None]:
+    """Return whether the stream has usage, and after how many tokens its chunks have it."""
+    if body.get("stream_options") is None:
+        return False, None
     if not stream:
         raise FieldError("stream_options", "'stream_options' needs 'stream': true.")
     given = Fields(body).object("stream_options")
     check_keys("CHAT stream_options", given, inside)
-    return Fields(given)
-
-
-def _read_usage_interval(options: Fields) -> int | None:
-    interval, running = options.integer(USAGE_INTERVAL, 0, low=0), "continuous_usage_stats"
-    return interval if options.flag(running) and options.flag("include_usage") else None
+    options = Fields(given)
+    usage, interval = options.flag("include_usage"), options.integer(USAGE_INTERVAL, 0, low=0)
+    return usage, interval if options.flag("continuous_usage_stats") and usage else None

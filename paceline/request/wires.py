@@ -42,10 +42,10 @@ text: $forms model stream temperature top_p top_k min_p seed presence_penalty fr
   repetition_penalty repeat_penalty logit_bias stop ignore_eos min_tokens stop_token_ids
   truncate_prompt_tokens draft_tokens exact specprefill specprefill_keep_pct metrics cache_salt
 chats: $text chat_template_kwargs enable_thinking reasoning_effort thinking_budget
-  thinking_token_budget include_reasoning
+  thinking_token_budget include_reasoning add_generation_prompt continue_final_message
 counted: max_tokens max_completion_tokens n logprobs stream_options token_sources
 CHAT: $chats $counted messages tools tool_choice tool_grammars parallel_tool_calls top_logprobs
-  add_generation_prompt continue_final_message max_tool_calls
+  max_tool_calls
 COMPLETIONS: $text $counted prompt echo
 RESPONSES: $chats background conversation include input instructions max_output_tokens metadata
   max_tool_calls parallel_tool_calls previous_response_id reasoning store text tool_choice tools
@@ -169,15 +169,14 @@ INSTEAD = {
     for wire, _, field, names in ((*row.rpartition(" "), names) for row, names in rows_of(_INSTEAD))
     for name in names.split()
 }
-_SPELLINGS: Mapping[str, tuple[str, ...]] = {
-    **{name: (other,) for other, name in SYNONYMS.items()},
-    "max_tokens": ("max_completion_tokens",),
-    "thinking_budget": ("thinking_token_budget",),
-    "presence_penalty": ("frequency_penalty",),
-    "response_format": tuple(sorted(CONSTRAINT_FIELDS - {"response_format"})),
+_SPELLED = {
+    **dict.fromkeys(sorted(CONSTRAINT_FIELDS - {"response_format"}), "response_format"),
+    **SYNONYMS,
+    "max_completion_tokens": "max_tokens",
+    "thinking_token_budget": "thinking_budget",
+    "frequency_penalty": "presence_penalty",
 }
-"""The other fields by which a client may ask for what a name stands for in errors."""
-_OTHER_SPELLINGS = frozenset(name for names in _SPELLINGS.values() for name in names)
+"""The names in errors for what a client may ask by these other fields."""
 
 
 def neutral_values(wire: Wire) -> Mapping[str, Sequence[Any]]:
@@ -258,12 +257,11 @@ def canonical(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def spellings(body: Mapping[str, Any]) -> dict[str, str]:
     """Return the names of errors for which the client has another spelling, with that one."""
-    if _OTHER_SPELLINGS.isdisjoint(body):
+    if _SPELLED.keys().isdisjoint(body):
         return {}
     return {
         name: other
-        for name, others in _SPELLINGS.items()
-        for other in others
+        for other, name in _SPELLED.items()
         if body.get(name) is None and body.get(other) is not None
     }
 

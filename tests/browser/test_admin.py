@@ -292,7 +292,7 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
     await tab.button("Add a Mac").click()
     line = await dialog.locator("code").first.text_content() or ""
     assert shlex.split(line.replace('"', "")) == [
-        *("echo", "PACELINE_JOIN_TOKEN=$(cat", "/a b/it's)", ".venv/bin/paceline", "worker"),
+        *("echo", "PACELINE_JOIN_TOKEN=$(cat", "/a b/it's)", "paceline", "worker"),
         *("--join", "http://192.0.2.1:80"),
     ]
     await expect(tab.button("Copy the command that prints the command")).to_be_visible()
@@ -314,7 +314,13 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
         assert not worker.requests
         await tab.button("Uncordon fake-a").click()
         await expect(card).to_contain_text("ready")
+    gateway.remove_worker(second_worker, restarting=True)
+    lost = page.get_by_role("article", name="fake-b")
+    await expect(lost).to_contain_text("Its last sign came just now. Its process ended")
+    await expect(page.locator("#fleet-line")).to_contain_text("1 of 2 workers ready")
     gateway.remove_worker(second_worker)
+    await expect(lost).to_contain_text("It signed off.")
+    await expect(page.locator("#fleet-line")).to_contain_text("1 of 1 worker ready")
     with begun(gateway.stream()) as read:
         await tab.button("Drain fake-a").click()
         await expect(card).to_contain_text("1 request still runs.")

@@ -3,6 +3,7 @@
 import pytest
 from playwright.async_api import expect
 
+from paceline.protocol import StartProgress, StartStage
 from tests.support.accessibility import accessibility_problems
 from tests.support.browser_tab import BrowserTab
 from tests.support.running_gateway import RunningGateway
@@ -59,6 +60,19 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
             f"# {client} needs a model with a context of {tokens} tokens. That of demo has 4,096.\n"
         )
         await expect(code).to_have_text(told)
+
+
+async def test_the_page_says_why_no_model_is_ready(gateway, worker, tab) -> None:
+    trouble = tab.page.locator("#trouble")
+    await tab.open(gateway.url, "/")
+    await expect(trouble).to_contain_text("No model is ready yet. This page shows")
+    progress = StartProgress(stage=StartStage.KERNELS, done=1, total=3)
+    gateway.join(worker, ready=False, lanes=[], start=progress.model_dump())
+    await expect(trouble).to_contain_text("No model is ready. fake-a is starting: ")
+    gateway.join(worker)
+    await expect(trouble).to_be_hidden()
+    gateway.remove_worker(worker, restarting=True)
+    await expect(trouble).to_contain_text("No model is ready. fake-a stopped at ")
 
 
 async def test_a_stranger_without_a_key_sees_the_address_and_no_model(

@@ -1,6 +1,7 @@
 """Rows with sampling rules: which of them draft, and that answers are equal in both cases."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -178,7 +179,7 @@ class ScriptedDraftLength(RecordingDraftLength):
         super().__init__()
         self._plan = iter(plan)
 
-    def choose(self, rows: int, fewest_steps: int = 0) -> int:
+    def choose(self, rows: Sequence[Sequence[float]], fewest_steps: int = 0) -> int:
         return next(self._plan, 0)
 
     def is_exploring(self, rows: int, fewest_steps: int) -> bool:

@@ -6,20 +6,9 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Get the weather in a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}},
-                "required": ["city"],
-            },
-        },
-    }
-]
+from tests.support.chat_bodies import WEATHER
+
+TOOLS: Any = [{"type": "function", "function": WEATHER}]
 CITIES = ("Paris", "London", "Berlin", "Madrid")
 
 

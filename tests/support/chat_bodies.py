@@ -7,6 +7,16 @@ from paceline.request.profile import Endpoint, RequestProfile
 from tests.support.images import data_url, png_header
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the weather in a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+"""A function that the demo calls when it is asked for the weather of a city."""
 PICTURE = data_url(png_header(20, 10))
 
 

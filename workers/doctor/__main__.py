@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import logging
 import os
@@ -18,7 +17,7 @@ import click
 from paceline.command_line import CONTEXT, Command, seconds_from
 from paceline.protocol import ExitCode, StartProgress
 from paceline.terminal import StartDisplay, configure_logging, printable
-from workers.command_line import run_command
+from workers.command_line import restart_with_blas, run_command
 
 if TYPE_CHECKING:
     from workers.doctor.report import Report
@@ -74,10 +73,6 @@ def doctor(model: str, mtp: str, json_file: Path, seconds: float) -> int:
     answers stay the same. Nothing else should run meanwhile. A report for people goes to the
     terminal, and one to send in to a file.
     """
-    if importlib.util.find_spec("mlx") is None:
-        return _failed(
-            ExitCode.SETTINGS, "MLX is not installed; `scripts/setup worker` installs it."
-        )
     from rich.console import Console  # noqa: PLC0415  # not for help
 
     from workers.doctor.report import render  # noqa: PLC0415
@@ -189,4 +184,5 @@ def _load(source: ModelSource, head: ModelSource | None) -> tuple[Engine, float]
 
 
 if __name__ == "__main__":
+    restart_with_blas("workers.doctor")
     sys.exit(main(sys.argv[1:]))

@@ -27,6 +27,7 @@ from pydantic import BaseModel, Field
 
 from paceline.request.profile import Sampling
 from paceline.terminal import configure_logging
+from workers.command_line import restart_with_blas
 from workers.group.hosts import Backend, free_port
 from workers.settings import Split
 
@@ -391,4 +392,5 @@ def _as_mlx_lm(given: RankRequest) -> tuple[Any, Any]:
 
 
 if __name__ == "__main__":
+    restart_with_blas("workers.group.rank")
     main()

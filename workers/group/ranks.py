@@ -79,7 +79,7 @@ class Ranks:
     async def launch(self, model: str) -> Sequence[RankFacts]:
         """Start all ranks and return their facts; raise `RankRefused` or `RanksDied`."""
         for rank, host in enumerate(self.hosts.hosts):
-            command = [sys.executable, "-m", _MODULE]
+            command = [sys.executable, "-P", "-m", _MODULE]
             ssh = "" if host.is_local else host.ssh
             if ssh:
                 command = [*_SSH, "--", ssh, shlex.join(command)]

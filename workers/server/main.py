@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from paceline.command_line import CONTEXT, Command, model_problem
 from paceline.protocol import ExitCode
-from paceline.settings import InvalidSettings, load_layered
+from paceline.settings import InvalidSettings, load_layered, unknown_variables
 from paceline.terminal import configure_logging, printable
 from workers.command_line import run_command
 from workers.settings import WorkerSettings
@@ -38,6 +38,8 @@ def _run(**given: Any) -> int:
         if named and (problem := model_problem(named)):
             sys.stderr.write(printable(f"paceline worker: {problem}\n"))
             return ExitCode.MODEL
+    for warning in unknown_variables(WorkerSettings):
+        sys.stderr.write(f"paceline worker: {warning}\n")
     from workers.server.start import start  # noqa: PLC0415  # takes a second: not for a wrong flag
 
     return start(settings)

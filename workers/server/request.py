@@ -17,7 +17,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
-from paceline.content_coding import CodedBody, coding_of
+from paceline.content_coding import coding_of, decoding
 from paceline.lifecycle import first_of
 from paceline.names import MODEL_PATTERN
 from paceline.protocol import (
@@ -146,7 +146,7 @@ async def read_request(
         shown_model=_shown_model(request.headers.get(MODEL_HEADER)) or profile.model,
         generations=_one_per_choice(generation, prompts, stream),
         tool_format=calls.read_as,
-        tools=tuple(calls.tools or ()),
+        tools=tuple(calls.declared),
         call_rules=read_call_rules(body),
         reasons=engine.prompts.reasoning_format is not None,
         echoes=echoes,
@@ -168,13 +168,13 @@ async def read_content(request: Request, limit_bytes: int) -> bytearray:
     """Return the body of a request; raise `BadRequest`, `BodyTooLarge` or `ClientLeft`."""
     content = bytearray()
     if coding := coding_of(request.scope):
-        coded = CodedBody(
+        receive = decoding(
             *(request.receive, coding, limit_bytes),
             unsupported=CodingRefused,
             invalid=functools.partial(BadRequest, code="invalid_json"),
             too_large=BodyTooLarge,
         )
-        request = Request(request.scope, coded.receive)
+        request = Request(request.scope, receive)
     try:
         async for chunk in request.stream():
             content += chunk
@@ -221,22 +221,25 @@ class _Calls(NamedTuple):
     """What a request says on calls of tools."""
 
     tools: Sequence[Mapping[str, Json]] | None
+    """Those of the prompt."""
     free: ToolFormat | None
     """Format of calls that the model may write; None if it must, or must not."""
     read_as: ToolFormat | None
-    """Format of the calls in the answer; None if calls are none or stay text."""
+    """Format of the calls in the answer, also of those that it must not have; None: all is text."""
+    declared: Sequence[Mapping[str, Json]]
     constraint: Constraint | None
 
 
 def _read_calls(body: Mapping[str, Json], profile: RequestProfile, engine: ServingEngine) -> _Calls:
-    tools = [*map(_shown_tool, body["tools"])] if profile.tools else None
-    constraint = read_constraint(body)
+    declared = tuple(map(_shown_tool, body.get("tools") or ()))
+    tools, constraint = declared if profile.tools else None, read_constraint(body)
     if constraint is not None and constraint.kind is ConstraintKind.CALLS:
-        return _Calls(tools, None, FORCED_CALLS, constraint)
-    free = engine.prompts.tool_format if tools else None
+        return _Calls(tools, None, FORCED_CALLS, declared, constraint)
+    read_as = engine.prompts.tool_format if tools or (declared and not constraint) else None
+    free = read_as if tools else None
     if constraint is None and free is not None and free.style:
         constraint = strict_tools(body, free.style)
-    return _Calls(tools, free, free, constraint)
+    return _Calls(tools, free, read_as, declared, constraint)
 
 
 def _shown_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:
@@ -269,7 +272,7 @@ def _generation(
         thinking_budget=profile.thinking_budget,
         constraint=calls.constraint,
         call_marks=(calls.free.begin, calls.free.end) if calls.free else None,
-        keep_call_tokens=calls.free is not None,
+        keep_call_tokens=calls.read_as not in (None, FORCED_CALLS),
         top_logprobs=profile.top_logprobs,
         prompt_logprobs=scores_prompt,
         token_sources=profile.token_sources,

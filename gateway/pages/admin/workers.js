@@ -8,6 +8,12 @@ import { authorHeader } from "./policy_api.js";
 
 const REFRESH_MS = 2000;
 const DRAIN_S = 20;
+// Why a worker is gone, in `gone_because`.
+const GONE = {
+  restarting: "Its process ended, and it is being started again.",
+  silent: "It has sent nothing since. It may be asleep, switched off or cut off from the network.",
+  left: "It signed off.",
+};
 const TONES = { ready: "ok", cordoned: "warn", gone: "bad", ejected: "bad", unreachable: "bad" };
 
 let timer;
@@ -33,11 +39,12 @@ async function refresh() {
 }
 
 function show(all) {
-  const open = all.filter(({ state }) => state === "ready").length;
+  const here = all.filter(({ gone_because: why, cordoned_since: held }) => why !== "left" || held);
+  const open = here.filter(({ state }) => state === "ready").length;
   showArrivals(all);
   const running = all.reduce((sum, worker) => sum + worker.in_flight, 0);
-  byId("fleet-line").textContent = all.length
-    ? `${open} of ${several(all.length, "worker")} ready, ${several(running, "request")} running`
+  byId("fleet-line").textContent = here.length
+    ? `${open} of ${several(here.length, "worker")} ready, ${several(running, "request")} running`
     : "";
   const focused = document.activeElement?.dataset.action;
   byId("workers").replaceChildren(
@@ -59,6 +66,7 @@ function card(worker) {
     make("div", { class: "card-head" }, make("h2", { class: "title" }, id), pill(state, TONES[state] ?? "warn")),
     make("p", { class: "muted small" }, details.filter(Boolean).join(" · ")),
     worker.url && make("p", { class: "muted small address" }, worker.url),
+    worker.gone_since && make("p", { class: "cordon-line" }, "Its last sign came ", ago(worker.gone_since), ". ", GONE[worker.gone_because]),
     worker.problem && make("p", { class: "cordon-line", role: "status" }, worker.problem),
     make("div", { class: "lanes" }, lanes.map(lane)),
     worker.cordoned_since && cordonLine(worker),
@@ -85,7 +93,7 @@ function cordonLine({ in_flight, cordoned_since, cordoned_by }) {
   return make("p", { class: "cordon-line" }, "No new requests since ", ago(cordoned_since), `, by ${cordoned_by}. ${rest}`);
 }
 
-function actions({ worker_id: id, cordoned_since, in_flight }) {
+function actions({ worker_id: id, cordoned_since, gone_since, in_flight }) {
   const named = (action, text, act, settings = {}) =>
     button(text, () => perform(act), { "data-action": `${action} ${id}`, "aria-label": `${text} ${id}`, ...settings });
   if (draining.has(id)) return [named("stop", "Uncordon", () => uncordon(id)), make("span", { class: "muted small" }, "draining …")];
@@ -95,7 +103,7 @@ function actions({ worker_id: id, cordoned_since, in_flight }) {
   }
   return [
     named("toggle", "Cordon", () => cordon(id), { title: "No new requests; running requests finish" }),
-    named("drain", "Drain", () => drain(id), { title: "Cordon, and wait until no request runs" }),
+    !gone_since && named("drain", "Drain", () => drain(id), { title: "Cordon, and wait until no request runs" }),
   ];
 }
 
@@ -134,8 +142,8 @@ async function addMac() {
   arrivals = { known: undefined, news };
   const join = [
     make("p", {}, "On the gateway\u2019s machine, print the command for the new Mac, with the join token. If PACELINE_JOIN_TOKEN sets the token, take it instead of the file:"),
-    command("Copy the command that prints the command", `echo "PACELINE_JOIN_TOKEN=${token} .venv/bin/paceline worker --join ${gateway}${model(all)}"`),
-    make("p", {}, "On the new Mac, clone Paceline, run scripts/setup worker, and then the printed command. NAME, if it is there, is the folder or the Hugging Face name of a model."),
+    command("Copy the command that prints the command", `echo "PACELINE_JOIN_TOKEN=${token} paceline worker --join ${gateway}${model(all)}"`),
+    make("p", {}, "On the new Mac, install Paceline for a worker, and run the printed command (in a clone, with .venv/bin/paceline). NAME, if it is there, is the folder or the Hugging Face name of a model."),
   ];
   const open = [
     make("p", {}, "The gateway listens for its own machine only. For other Macs, create an API key, and start it again so that it listens on your network; then this dialog has the command by which a Mac joins:"),
@@ -169,7 +177,7 @@ function model(all) {
 function showArrivals(all) {
   if (!arrivals) return;
   arrivals.known ??= new Set(all.filter(({ state }) => state !== "gone").map(({ worker_id: id }) => id));
-  const added = all.filter(({ worker_id: id }) => !arrivals.known.has(id));
+  const added = all.filter(({ worker_id: id, state }) => state !== "gone" && !arrivals.known.has(id));
   const text = added.map(({ worker_id: id, state, problem }) => `${id}: ${problem ?? state}`).join(" ");
   if (text && arrivals.news.textContent !== text) arrivals.news.textContent = text;
 }

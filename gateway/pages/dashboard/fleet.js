@@ -4,6 +4,8 @@ import { bar, make, pill, several } from "../shared/elements.js";
 import { busyIn, place } from "./numbers.js";
 
 const DRAFTED = { head: "by the MTP head", lookup: "by prompt lookup", forced: "by a schema" };
+// Of prompts that take long to read.
+const LONG_TOKENS = 1000;
 const TONES = { ready: "ok", gone: "bad", ejected: "bad" };
 
 export function workers({ workers: all }) {
@@ -53,10 +55,10 @@ const saved = (of) =>
   entry("Saved", of("savings/decode_s", "duration"), [" by drafting, ", of("savings/prompt_s", "duration"), " by cached prompts"]);
 
 function batch(of, name, lane) {
-  const { slots, waiting, head_healthy: healthy } = lane;
+  const { slots, waiting, pending_prefill_tokens: unread, head_healthy: healthy } = lane;
   const busy = lane[busyIn(lane)];
   const taken = [of(`lanes/${name}/${busyIn(lane)}`, "count"), " of ", of(`lanes/${name}/slots`, "count")];
-  const said = [taken, waiting > 0 && `, ${several(waiting, "request")} queued`];
+  const said = [taken, waiting > 0 && `, ${several(waiting, "request")} queued`, unread >= LONG_TOKENS && `, reads prompts: ${several(unread, "token")} more`];
   return make(
     "div",
     { class: "batch" },

@@ -1,38 +1,20 @@
 // What is wrong with the fleet: sentences for the banner, and the state in one word.
 
 import { byId, make } from "../shared/elements.js";
+import { SENTENCES, sentences } from "../shared/trouble.js";
 
-// The time of a moment, and its day if that is not today.
-function clock(unixS) {
-  const date = new Date(1000 * unixS);
-  const time = date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
-  return date.toDateString() === new Date().toDateString() ? time : `${time} on ${date.toLocaleDateString()}`;
+function stored({ problem, file_problem: file }) {
+  return [problem && `${problem} This gateway goes on alone until that ends.`, file && `${file} Edits are refused until that ends.`].filter(Boolean);
 }
 
-// The sentences about one worker.
-const SENTENCES = {
-  restarting: (name, since) => `${name} stopped at ${since}; it is being started again.`,
-  silent: (name, since) => `${name} has sent nothing since ${since}. It may be asleep, switched off or cut off from the network.`,
-};
-
-function sentences(workers) {
-  return Object.entries(workers).flatMap(([name, { state, problem, absence, start, ejection }]) => {
-    if (SENTENCES[absence.kind] && state !== "ready") return [SENTENCES[absence.kind](name, clock(absence.unix_s))];
-    if (state === "unreachable") return [`This gateway cannot connect to ${name}. ${problem}`];
-    if (state === "ejected") return [`${name} gets no requests for a while: ${ejection.reason}.`];
-    if (state === "starting") return [`${name} is starting${start.description ? `: ${start.description}` : ""}.`];
-    return [];
-  });
-}
-
-export function showTrouble({ workers }) {
-  const texts = sentences(workers);
+export function showTrouble({ store, workers }) {
+  const texts = [...stored(store), ...sentences(workers)];
   const present = Object.values(workers).some(({ state, absence }) => state !== "gone" || SENTENCES[absence.kind]);
   const why = Object.values(workers).some(({ absence }) => absence.kind === "left") ? "All Macs have signed off" : "No worker has joined";
   const command = make("code", {}, `PACELINE_JOIN_TOKEN=TOKEN paceline worker --join ${location.origin}`);
   const page = document.querySelector('nav a[href="/admin#workers"]') && ["; \u201cAdd a Mac\u201d on the page ", make("a", { href: "/admin#workers" }, "Workers"), " explains it"];
   const nobody = [`${why}, so requests cannot be answered. Start a worker with `, command, page, "."];
-  show(present ? texts.map((text) => make("p", {}, text)) : [make("p", {}, nobody)]);
+  show([...texts.map((text) => make("p", {}, text)), !present && make("p", {}, nobody)].filter(Boolean));
 }
 
 // Show why the page is not up to date.

@@ -6,6 +6,7 @@ import { byId, make } from "../shared/elements.js";
 import { macCards, modelCards } from "./fleet.js";
 import { connectSignIn } from "../shared/sign_in.js";
 import { ALL_CLIENTS, snippetTabs } from "../shared/snippets.js";
+import { sentences } from "../shared/trouble.js";
 
 const REFRESH_MS = 3000;
 const BASE_URL = `${location.origin}/v1`;
@@ -83,7 +84,9 @@ function show(models, status) {
   replace("model-list", modelCards(models, status));
   replace("mac-list", status ? macCards(status) : []);
   byId("macs").hidden = !workers.length;
-  trouble(served.length ? "" : "No model is ready yet. This page shows each one as soon as a Mac serves it.");
+  const why = sentences(status?.workers ?? {});
+  const text = [why.length ? "No model is ready." : "No model is ready yet.", ...why, "This page shows each one as soon as a Mac serves it."].join(" ");
+  trouble(served.length ? "" : text);
   if (!served.length) say("No model ready", "warn");
   else say(ready ? `${ready} ${ready === 1 ? "Mac" : "Macs"} ready` : "Ready", "ok");
 }

@@ -95,24 +95,20 @@ class MessagesFormat(TranslatingFormat):
         message = message_of(answer, content, self._chat.breakpoint_in)
         refusal = object_in(choice, "message").get("refusal")
         message |= stop_of(choice, refused=bool(refusal))
-        metrics = metrics_of(answer) if self._wants_metrics else {}
+        metrics = metrics_of(answer) if self._chat.body.get("metrics") else {}
         return encode_json(message | metrics | self._edits())
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
         """Return the encoder of a stream; a comment has the late headers."""
-        place = self._chat.breakpoint_in
-        return MessageEncoder(self._mark, self._edits(), place, metrics=self._wants_metrics)
+        place, metrics = self._chat.breakpoint_in, bool(self._chat.body.get("metrics"))
+        return MessageEncoder(self._mark, self._edits(), place, metrics=metrics)
 
     @property
     def _mark(self) -> Callable[[str], str] | None:
         """Return what signs the reasoning that the client gets; None if it asks for none."""
         return self._sign if self._chat.shows_reasoning else None
-
-    @property
-    def _wants_metrics(self) -> bool:
-        return self._chat.body.get("metrics") is not None
 
     def _edits(self) -> Json:
         """Return the field that lists what was cleared, if the request asks for it."""

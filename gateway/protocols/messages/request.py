@@ -11,10 +11,11 @@ from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat, own_name, same_fields, with_own
+from gateway.protocols.translation import Chat, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.constraint import TOOL_GRAMMARS
+from paceline.request.content import CONTINUES, marks_of
 from paceline.request.fields import FieldError, Fields
 from paceline.request.keys import Inside, check_keys
 from paceline.request.profile import REASONING_EFFORTS
@@ -33,6 +34,8 @@ _CHAT_NAMES = {
     "response_format": "output_config.format",
     "tools.function.strict": "tools.strict",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "add_generation_prompt": "messages",
+    "continue_final_message": "messages",
 }
 _EFFORT = "reasoning_effort"
 _READ = frozenset(
@@ -53,16 +56,11 @@ class MessagesChat(Chat):
     breakpoint_in: str = ""
     """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
-    def own_param(self, name: str) -> str:
-        """Return the field of the request behind a field of the chat."""
-        if (found := self.find(name)) is not None:
-            place, rest = found
-            if name.startswith("messages"):
-                return place
+    def inside(self, place: str, rest: str, *, in_messages: bool) -> str:
+        """Return the client's name of what stands in a message or a tool; `rest` is the chat's."""
+        if not in_messages:
             return place + rest.replace(".parameters", ".input_schema", 1)
-        if name == "continue_final_message":
-            return self.places[-1][0]
-        return own_name(name, _CHAT_NAMES)
+        return place.removesuffix(".content") + rest if rest[1:] in CONTINUES else place
 
     @property
     def shows_reasoning(self) -> bool:
@@ -98,16 +96,22 @@ def to_chat(
     history = _History(messages, is_ours, reading)
     placed = [(one, ["system"]) for one in _system_of(body.get("system"), history.inside)]
     for index, message in enumerate(messages):
-        placed += history.messages_of(message, index)
+        some = [*history.messages_of(message, index)]
+        if marks := marks_of(message):
+            some = some or [({"role": message["role"], "content": ""}, [f"messages.{index}"])]
+            some[-1][0].update(marks)
+        placed += some
     history.inside.echoed = False
     chat["messages"] = [message for message, _ in placed]
+    own: Json = {}
     if placed and placed[-1][0]["role"] == "assistant":
         last, (at, *_) = placed[-1]
-        if "tool_calls" in last:
+        if "tool_calls" in last and not marks_of(last):
             raise _wrong(at, "An answer goes on from text, and not from tool calls.")
-        chat |= {"add_generation_prompt": False, "continue_final_message": True}
+        own |= {"add_generation_prompt": False, "continue_final_message": True}
     chat |= {name: body[name] for name in ("max_tokens", TOOL_GRAMMARS) if name in body}
-    own: Json = {"stop": body["stop_sequences"]} if body.get("stop_sequences") else {}
+    if body.get("stop_sequences"):
+        own["stop"] = body["stop_sequences"]
     own |= _reasoning_of(body, history.inside) | _form_of(body)
     with_own(chat, own, _CHAT_NAMES)
     tools, tool_places, left_out = _tools_of(body, history)
@@ -119,6 +123,7 @@ def to_chat(
         tuple(history.replaced),
         same,
         (*ignored, *history.inside),
+        {"continue_final_message": placed[-1][1][0]} if placed else {},
         applied_edits=applied,
         breakpoint_in=_breakpoint_in(body),
     )
@@ -380,15 +385,13 @@ def _tools_of(
 
 def _choice_of(choice: Any, names: Set[str]) -> Json:
     """Translate the choice among the functions with these names."""
-    chosen: Any
     check_keys("MESSAGES tool_choice", choice)
+    chosen: Any
     match choice:
-        case {"type": "tool"}:
-            name = choice.get("name")
-            if not isinstance(name, str) or name not in names:
-                problem = "It must be one of the tools that the client runs."
-                raise _wrong("tool_choice.name", problem)
+        case {"type": "tool", "name": str() as name} if name in names:
             chosen = {"type": "function", "function": {"name": name}}
+        case {"type": "tool"}:
+            raise _wrong("tool_choice.name", "It must be one of the tools that the client runs.")
         case {"type": "any"} if not names:
             raise _wrong("tool_choice", "There are no tools to choose among.")
         case {"type": "auto" | "any" | "none" as kind}:

@@ -15,7 +15,6 @@ from gateway.protocols.documents import Document, Readable, pdf_of, pdfs_in
 from gateway.protocols.history import Replacements, message_of, reply_of, texts_of
 from gateway.protocols.responses.items import ITEM_FIELDS
 from gateway.protocols.responses.tools import (
-    TextGrammar,
     ToolSet,
     custom_arguments,
     flat_name,
@@ -24,15 +23,14 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat, own_name, same_fields, with_own
+from gateway.protocols.translation import Chat, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
 from paceline.request.call_rules import MAX_TOOL_CALLS
 from paceline.request.constraint import TOOL_GRAMMARS
-from paceline.request.content import FILE_PROBLEM, file_fault
+from paceline.request.content import FILE_PROBLEM, file_fault, marks_of
 from paceline.request.fields import FieldError, Fields
 from paceline.request.keys import Inside, check_keys
-from paceline.request.profile import REASONING_EFFORTS
 from paceline.request.wires import Wire, read_ignored
 
 Item = Mapping[str, Any]
@@ -53,7 +51,6 @@ UNNAMED = "answer"
 """The name of a schema without one."""
 _VALUES = {
     "truncation": ("auto", "disabled"),
-    "reasoning.effort": REASONING_EFFORTS,
     "reasoning.summary": ("auto", "concise", "detailed"),
     "reasoning.generate_summary": ("auto", "concise", "detailed"),
     "text.verbosity": ("low", "medium", "high"),
@@ -61,12 +58,14 @@ _VALUES = {
 _METADATA_LIMIT, _METADATA_NAME_CHARS, _METADATA_CHARS = 16, 64, 512
 _ID_CHARS = 128
 _BETWEEN_TEXTS = "\n\n"
-_FORM = "response_format.json_schema"
+_CALL_LIMITS = ("parallel_tool_calls", MAX_TOOL_CALLS)
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
     "truncate_prompt_tokens": "truncation",
     "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
     "response_format": "text.format",
+    TOOL_GRAMMARS: "tools.format",
     "tools.function.strict": "tools.strict",
     "messages": "input",
 }
@@ -99,27 +98,10 @@ class ResponsesRequest(NamedTuple):
         return self._replace(tools=read_tools(self.body, items, Inside()))
 
 
-@dataclass(slots=True)
 class ResponsesChat(Chat):
     """A request for a response as a chat."""
 
     names: ClassVar[Mapping[str, str]] = _CHAT_NAMES
-    grammars: Mapping[str, TextGrammar] = field(default_factory=dict)
-    """Those of the tools, by the names of the functions."""
-
-    def own_param(self, name: str) -> str:
-        """Return the field of the Responses request behind a field of the chat."""
-        if (found := self.find(name)) is not None:
-            return "".join(found)
-        for function, grammar in self.grammars.items():
-            grammar_field = f"{TOOL_GRAMMARS}.{function}"
-            if name == grammar_field or name.startswith(f"{grammar_field}."):
-                return grammar.place + name[len(grammar_field) :]
-        if name.partition(".")[0] == TOOL_GRAMMARS:
-            return "tools.format"
-        if name.startswith(f"{_FORM}."):
-            return "text.format" + name[len(_FORM) :]
-        return "input" if name.startswith("messages[") else own_name(name, _CHAT_NAMES)
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
@@ -131,9 +113,7 @@ def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
     for name in ("instructions", "user", "safety_identifier", "prompt_cache_key", "service_tier"):
         if not isinstance(body.get(name), str | None):
             raise must(name, "be a string")
-    fields.integer("max_output_tokens", None, low=1)
     fields.integer("max_tool_calls", None, low=1)
-    fields.integer("top_logprobs", None, low=0, high=20)
     fields.choice("parallel_tool_calls")
     check_metadata(body.get("metadata"))
     for place, values in _VALUES.items():
@@ -216,10 +196,11 @@ def to_chat(
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     own: Json = {"truncate_prompt_tokens": -1} if body.get("truncation") == "auto" else {}
-    if body.get("top_logprobs") is not None or _LOGPROBS in (body.get("include") or ()):
-        chat |= {"logprobs": True, "top_logprobs": body.get("top_logprobs") or 0}
+    top_logprobs = body.get("top_logprobs")
+    if top_logprobs is not None or _LOGPROBS in (body.get("include") or ()):
+        chat |= {"logprobs": True, "top_logprobs": top_logprobs}
     own |= _text_of(Fields(body).object("text"))
-    if effort := Fields(body).object("reasoning").get("effort"):
+    if (effort := Fields(body).object("reasoning").get("effort")) is not None:
         own["reasoning_effort"] = effort
     with_own(chat, own, _CHAT_NAMES)
     chat |= _tools_of(request)
@@ -232,7 +213,11 @@ def to_chat(
         tuple(messages.replaced),
         same,
         (*request.ignored, *messages.inside),
-        grammars={name: tool.grammar for name, tool in tools.by_name.items() if tool.grammar},
+        {
+            f"{TOOL_GRAMMARS}.{name}": tool.grammar.place
+            for name, tool in tools.by_name.items()
+            if tool.grammar
+        },
     )
 
 
@@ -254,6 +239,8 @@ class _Reply:
     calls: list[Json] = field(default_factory=list)
     spoken: bool = False
     """Whether it has the text of an item, and not only words in place of others."""
+    marks: Json = field(default_factory=dict)
+    """Those by which the answer goes on from it."""
 
 
 class _Messages(Replacements):
@@ -295,7 +282,8 @@ class _Messages(Replacements):
     def _read(self, item: Item, at: str, *, new: bool) -> None:
         kind = item["type"]
         if kind in ITEM_FIELDS:
-            check_keys("RESPONSES input", item, self.inside, at)
+            row = "RESPONSES input.message" if kind == "message" else "RESPONSES input"
+            check_keys(row, item, self.inside, at)
         if not kind.endswith(_OF_CLIENTS):
             self._end_results()
         match kind:
@@ -335,6 +323,8 @@ class _Messages(Replacements):
                     text = self.words("input_image", place)["text"]
                 reply.texts += [text] if text else ()
             reply.spoken = bool(reply.texts)
+            reply.marks = marks_of(item)
+            reply.place = at if reply.marks else reply.place
             return
         if role not in ("user", "system", "developer"):
             raise must(f"{at}.role", "be user, assistant, system or developer")
@@ -345,7 +335,7 @@ class _Messages(Replacements):
         inside = self.reading.system_inside and len(places) == 1
         if role != "user" and (self._leading or inside):
             message["role"] = "system"
-        self.add(message, places)
+        self.add(message | marks_of(item), places)
 
     def _read_reasoning(self, item: Item, at: str) -> None:
         sealed = item.get("encrypted_content")
@@ -422,8 +412,9 @@ class _Messages(Replacements):
 
     def _end_reply(self) -> None:
         reply, self._reply = self._reply, _Reply()
-        if message := reply_of(reply.texts, reply.reasoning, reply.calls):
-            self.add(message, [reply.place])
+        message = reply_of(reply.texts, reply.reasoning, reply.calls)
+        if message or reply.marks:
+            self.add({"role": "assistant", "content": None} | message | reply.marks, [reply.place])
 
     def _end_results(self) -> None:
         placed, self._behind = self._behind, []
@@ -462,19 +453,20 @@ def _text(item: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _tools_of(request: ResponsesRequest) -> Json:
-    tools, choice = request.tools.by_name, request.tools.choice
+    tools = request.tools.by_name
     if not tools:
         return {}
-    chosen: Json = {"tools": [tool.function for tool in tools.values()]}
-    if choice is not None:
-        chosen["tool_choice"] = choice
-    if grammars := {name: tool.grammar for name, tool in tools.items() if tool.grammar}:
-        chosen[TOOL_GRAMMARS] = {
-            name: {"syntax": grammar.syntax, "definition": grammar.definition}
-            for name, grammar in grammars.items()
-        }
-    limits = {name: request.body.get(name) for name in ("parallel_tool_calls", MAX_TOOL_CALLS)}
-    return chosen | {name: value for name, value in limits.items() if value is not None}
+    grammars = {
+        name: {"syntax": tool.grammar.syntax, "definition": tool.grammar.definition}
+        for name, tool in tools.items()
+        if tool.grammar
+    }
+    return {
+        "tools": [tool.function for tool in tools.values()],
+        "tool_choice": request.tools.choice,
+        TOOL_GRAMMARS: grammars or None,
+        **{name: request.body.get(name) for name in _CALL_LIMITS},
+    }
 
 
 def _text_of(text: Mapping[str, Any]) -> Json:

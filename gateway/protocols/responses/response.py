@@ -403,7 +403,7 @@ def _response_of(
     body = request.body
     reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
     conversation = {"id": request.conversation_id} if request.conversation_id else None
-    formatted = {"format": _format_of(text.get("format") or {"type": "text"})}
+    formatted = {"format": _whole(text.get("format") or {"type": "text"}, "json_schema")}
     return {
         "id": response_id,
         "object": "response",
@@ -427,8 +427,8 @@ def _response_of(
         "frequency_penalty": sampling.frequency_penalty,
         "temperature": sampling.temperature,
         "text": {**formatted, "verbosity": text.get("verbosity") or "medium"},
-        "tool_choice": _choice_of(body.get("tool_choice") or "auto"),
-        "tools": [_tool_of(tool) for tool in request.tools.declared],
+        "tool_choice": _whole(body.get("tool_choice") or "auto", "allowed_tools"),
+        "tools": [_whole(tool, "function") for tool in request.tools.declared],
         "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": sampling.top_p,
         "truncation": body.get("truncation") or "disabled",
@@ -436,26 +436,18 @@ def _response_of(
     }
 
 
-def _format_of(form: Json) -> Json:
-    """Return the format of a text with all that its type requires."""
-    if form["type"] != "json_schema":
-        return form
-    given = {name: value for name, value in form.items() if value is not None}
-    return {"name": UNNAMED, "description": None, "strict": False, **given}
+_REQUIRED: Mapping[str, Json] = {
+    "json_schema": {"name": UNNAMED, "description": None, "strict": False},
+    "allowed_tools": {"mode": "auto"},
+    "function": {"description": None, "parameters": None, "strict": None},
+}
 
 
-def _choice_of(choice: Any) -> Any:
-    """Return a choice among tools with all that its type requires."""
-    if not isinstance(choice, Mapping) or choice["type"] != "allowed_tools":
-        return choice
-    return {**choice, "mode": choice.get("mode") or "auto"}
-
-
-def _tool_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool with all that its type requires."""
-    if tool["type"] != "function":
-        return tool
-    return {"description": None, "parameters": None, "strict": None, **tool}
+def _whole(given: Any, kind: str) -> Any:
+    """Return an object of this type of a request with all that the type requires."""
+    if not isinstance(given, Mapping) or given["type"] != kind:
+        return given
+    return _REQUIRED[kind] | {name: value for name, value in given.items() if value is not None}
 
 
 def _usage_of(frame: Mapping[str, Any]) -> Json | None:

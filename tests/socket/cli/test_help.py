@@ -1,5 +1,6 @@
 """Help, version, completion and usage errors of every command."""
 
+import re
 import socket
 import subprocess
 from collections.abc import Collection, Iterator
@@ -58,7 +59,8 @@ def test_the_main_help_lists_every_command_and_imports_none(arguments: Path_) ->
     process = run(*arguments)
     assert (process.returncode, process.stderr) == (0, "")
     assert all(f"\n  {name} " in process.stdout for name in paceline.commands)
-    assert run("--version").stdout == f"paceline {version('paceline')}\n"
+    commit = r"\([0-9a-f]{12}(-dirty)?\)"
+    assert re.fullmatch(rf"paceline {version('paceline')} {commit}\n", run("--version").stdout)
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)

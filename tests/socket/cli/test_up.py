@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+import pytest
 from pydantic import SecretStr
 
+from gateway.cli import up
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.up import _WorkerRunner
 from gateway.config.startup_checks import network_url
@@ -22,15 +25,18 @@ from tests.support.running_gateway import make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
 
 
-def message(
+def make_runner(
     state_dir: Path, *flags: str, host: str = "127.0.0.1", port: int = 8000, keyed: bool = False
-) -> str:
+) -> _WorkerRunner:
     place = {"host": host, "port": port, "join_token": None}
     given = make_settings(state_dir).model_copy(update=place)
     settings = given.model_copy(update={"join_token": SecretStr(JOIN_TOKEN)})
     listening = Listening(f"http://{host}:{port}", "", keyed, settings, lambda: 0)
-    runner = _WorkerRunner(given=given, worker_flags=flags, listening=listening)
-    return runner._ready_message("demo")
+    return _WorkerRunner(given=given, worker_flags=flags, listening=listening)
+
+
+def message(state_dir: Path, *flags: str, **place: Any) -> str:
+    return make_runner(state_dir, *flags, **place)._ready_message("demo")
 
 
 def test_its_commands_ask_a_question_find_this_gateway_and_open_it_for_another_mac(
@@ -72,6 +78,29 @@ def test_without_a_default_route_others_are_given_an_address_of_this_machine(mon
     monkeypatch.undo()
     assert is_own(host)
     assert not is_loopback(host)
+
+
+async def test_it_is_not_ready_while_its_worker_is_cordoned_and_says_who_has_done_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ready = {"worker_id": "mac", "url": "http://mac:1", "model": "demo"}
+    authors = iter(["ann", "ann", ""])
+    runner = make_runner(tmp_path)
+
+    def respond(_: httpx.Request) -> httpx.Response:
+        said = capsys.readouterr().out
+        assert "Paceline is ready" not in said
+        lines.append(said)
+        return httpx.Response(200, json={**ready, "cordoned_by": next(authors)})
+
+    lines: list[str] = []
+    monkeypatch.setattr(up, "_CORDON_POLL_S", 0)
+    transport = httpx.MockTransport(respond)
+    async with httpx.AsyncClient(base_url="http://gateway", transport=transport) as client:
+        await runner._greet(client, ready)
+    assert "The worker gets no requests: ann has cordoned it." in "".join(lines)
+    assert "".join(lines).count("cordoned") == 1
+    assert "Paceline is ready on" in capsys.readouterr().out
 
 
 async def test_the_stages_of_a_start_are_passed_on_until_the_worker_is_ready() -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from gateway.config.settings import Settings, load_settings
 from gateway.errors import StartupError
+from paceline.settings import unknown_variables
+from workers.settings import WorkerSettings
 
 
 def test_flags_override_environment_which_overrides_file_which_overrides_defaults(
@@ -34,6 +36,23 @@ def test_a_wrong_value_is_told_in_plain_words(monkeypatch, name, value, problem)
     with pytest.raises(StartupError) as wrong:
         load_settings()
     assert str(wrong.value) == f"Invalid settings: {name}: {problem}."
+
+
+def test_a_variable_that_is_no_setting_is_told_with_the_one_that_was_probably_meant(
+    monkeypatch,
+) -> None:
+    for name in (
+        *("PACELINE_PROT", "PACELINE_ZZZ", "PACELINE_STUDIO_API_KEY", "PACELINE_CONFIG"),
+        *("PACELINE_WORKER_MODLE", "PACELINE_WORKER_MODEL", "PACELINE_PORT", "OTHER_PROT"),
+    ):
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables(Settings) == [
+        "PACELINE_PROT is no setting, did you mean PACELINE_PORT?",
+        "PACELINE_ZZZ is no setting, and it has no effect.",
+    ]
+    assert unknown_variables(WorkerSettings) == [
+        "PACELINE_WORKER_MODLE is no setting, did you mean PACELINE_WORKER_MODEL?"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from httpx import Response
 from openai import OpenAI
 
 from gateway.config.static_workers import StaticWorker
+from tests.support.gateway_fixtures import MakeGateway
 from tests.support.log_capture import LogCapture
 from tests.support.running_gateway import RunningGateway, said
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, event
@@ -186,11 +187,24 @@ ADMITTED: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_f70_no_call_that_a_request_does_not_admit_reaches_a_client(
-    gateway: RunningGateway, worker: ScriptedWorker, log_capture: LogCapture, *, streamed: bool
+    make_gateway: MakeGateway,
+    worker: ScriptedWorker,
+    log_capture: LogCapture,
+    *,
+    streamed: bool,
+    joins: bool,
 ) -> None:
-    """The engine makes three calls beside its text, the first of a function that none declared."""
+    """An engine, or a worker of an earlier version, makes three calls beside its text.
+
+    The first is of a function that none declared.
+    """
+    entry = StaticWorker(id="mac", kind="openai", url=worker.url, models=("demo",))
+    gateway = make_gateway(workers=() if joins else (entry,))
+    if joins:
+        gateway.join(worker)
     usage = {"prompt_tokens": 7, "completion_tokens": 9, "total_tokens": 16}
     for path, body, names, end in ADMITTED:
         choices: list[Any] = []

@@ -8,18 +8,30 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import Any
 
 import httpx
+import pytest
+from pydantic import SecretStr
 
+from gateway.cli import main
 from gateway.engines.paceline import PacelineWorker
 from gateway.fleet import health
+from gateway.fleet import worker as fleet_worker
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.state.counters import MemoryCounters
 from paceline.protocol import PROTOCOL, WorkerReport
 from tests.support.fault_proxy import Fault, FaultProxy, running_proxy
-from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
+from tests.support.gateway_fixtures import QUICK, SILENCE_S
+from tests.support.running_gateway import (
+    RunningGateway,
+    make_settings,
+    running_worker,
+    status_and_code,
+    wait_until,
+)
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from tests.support.static_workers import static_worker
 
@@ -156,6 +168,74 @@ def test_c5_a_url_counts_only_if_the_worker_answers_there_and_its_owner_learns_w
     assert (len(worker.requests), second_worker.requests) == (1, [])
 
 
+def test_a_lost_worker_is_told_wherever_one_looks_for_it_until_it_signs_off(
+    gateway, worker, capsys, monkeypatch
+) -> None:
+    """On the page of admins, in the status, by the command, in the metrics and to cordon it."""
+    gateway.join(worker)
+    monkeypatch.setattr(fleet_worker, "HEARTBEAT_TIMEOUT_S", 0.0)
+
+    def shown() -> dict[str, Any]:
+        (one,) = gateway.admin.get("/admin/v1/workers").json()["workers"]
+        return one
+
+    def metric(name: str) -> list[str]:
+        text = gateway.client.get("/metrics").text
+        return re.findall(rf'^paceline_worker_{name}{{worker="fake-a"}} (\S+)$', text, re.MULTILINE)
+
+    lost = shown()
+    assert (lost["state"], lost["gone_because"], lost["url"]) == ("gone", "silent", worker.url)
+    since = datetime.fromisoformat(lost["gone_since"])
+    assert since.timestamp() == int(gateway.status()["workers"]["fake-a"]["absence"]["unix_s"])
+    assert (metric("available"), metric("cordoned")) == (["0.0"], ["0.0"])
+    assert main(["status", "--url", gateway.url]) == 1
+    told = since.astimezone().isoformat(sep=" ")
+    assert f"fake-a has sent nothing since {told}." in " ".join(capsys.readouterr().out.split())
+    assert main(["prefix-cache", "clear", "--url", gateway.url]) == 0, "it is left out"
+    assert gateway.admin.put("/admin/v1/workers/fake-a/cordon").status_code == 200
+    assert (metric("available"), metric("cordoned")) == (["0.0"], ["1.0"])
+    gateway.admin.delete("/admin/v1/workers/fake-a/cordon")
+    gateway.remove_worker(worker)
+    assert shown()["gone_because"] == "left"
+    assert metric("available") == [], "nobody misses it"
+    monkeypatch.setattr(fleet_worker, "HEARTBEAT_TIMEOUT_S", SILENCE_S)
+    gateway.rejoin(worker)
+    assert "gone_since" not in shown()
+    assert metric("available") == ["1.0"]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["in a file", "over Redis"])
+def test_f86_a_gateway_that_restarts_knows_its_workers_before_it_serves(
+    tmp_path, redis, worker, second_worker, shared
+) -> None:
+    """Those that live and those that are gone; it never asks one that has signed off."""
+    settings = make_settings(tmp_path, redis_url=SecretStr(redis.url) if shared else None)
+    boots = "paceline:{workers}:boots"
+    with (
+        running_worker("fake-b") as lost,
+        running_worker("fake-c") as left,
+        RunningGateway(settings, QUICK) as first,
+    ):
+        lost.url = lost.url.replace("127.0.0.1", "0.0.0.0")  # no name of this machine alone
+        for one in (worker, lost, left):
+            first.join(one)
+        if shared:
+            wait_until(lambda: "fake-c/boot-1" in redis.client.hkeys(boots))
+        first.remove_worker(left)
+        if shared:
+            wait_until(lambda: '"left": true' in "".join(redis.client.hvals(boots)))
+    with RunningGateway(settings, QUICK) as again:
+        assert again.client.get("/readyz").text == "ready\n"
+        assert again.chat().status_code == 200
+        assert worker.requests, "it is asked by the gateway before it sends a heartbeat"
+        found = again.status()["workers"]
+        states = {name: (one["state"], one["absence"]["kind"]) for name, one in found.items()}
+        assert states["fake-a"] == ("ready", "")
+        if not shared:
+            assert states["fake-b"] == ("gone", "silent")
+        assert states.get("fake-c", ("gone", ""))[0] == "gone"
+
+
 def test_c5_the_call_back_names_the_join_token_once_a_boot(gateway, worker) -> None:
     for _ in range(3):
         assert put(gateway, worker.report())[0] == 200
@@ -236,6 +316,21 @@ def test_the_protocol_is_shown_to_holders_of_the_join_token_and_their_heartbeats
     assert response.status_code == 413
 
 
+async def test_c5_a_restart_sends_the_join_token_only_where_a_worker_was_heard_lately(
+    worker: ScriptedWorker,
+) -> None:
+    """Later another machine may have the address."""
+    backend = PacelineWorker(JOIN_TOKEN)
+    fleet = WorkerRegistry(time.monotonic, lambda: 0.0, backend=backend)
+    control = ReportClient(backend, fleet, MemoryCounters())
+    async with control.client:
+        await control.recall([(worker.report(), 601.0)])
+        assert (worker.authorizations, fleet.workers()) == ([], ())
+        await control.recall([(worker.report(), 599.0)])
+    assert worker.authorizations == [BEARER["authorization"]]
+    assert [one.report.worker_id for one in fleet.workers()] == ["fake-a"]
+
+
 async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: ScriptedWorker) -> None:
     sent = 0
 
@@ -256,6 +351,22 @@ async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: Script
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await client.call_back(worker.report(url=url))
     assert sent < 20_000_000, "a report has 256 KB; the system buffers the rest"
+
+
+def test_a_worker_with_a_taken_id_is_told_at_the_one_that_has_it(
+    gateway_with_worker, worker, capsys
+) -> None:
+    gateway, other = gateway_with_worker, worker.report(boot_id="2", url="http://127.0.0.1:1")
+    refused = gateway.client.put(
+        "/admin/v1/workers/fake-a", headers=BEARER, json=other.model_dump(mode="json")
+    )
+    assert refused.status_code == 409
+    (shown,) = gateway.admin.get("/admin/v1/workers").json()["workers"]
+    told = "Another worker has started with the same id"
+    assert (shown["state"], shown["problem"][: len(told)]) == ("ready", told)
+    assert main(["status", "--url", gateway.url]) == 0
+    assert f"fake-a has a problem: {told}" in " ".join(capsys.readouterr().out.split())
+    assert 'paceline_worker_id_taken{worker="fake-a"} 1.0' in gateway.client.get("/metrics").text
 
 
 def test_c5_a_heartbeat_under_the_id_of_a_static_worker_gets_neither_its_place_nor_its_key(

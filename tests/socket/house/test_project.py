@@ -1,5 +1,7 @@
 """The repository: make targets, locks, the package, its imports, the changelog and links."""
 
+import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -10,10 +12,15 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
+
+from paceline.installation import COMMIT_FILE, commit_of
 from tests.support.running_gateway import wait_until
+from tests.support.wheel import VERSION, WHEEL, build_wheel, run_wheel
 from workers.demo import CHECKPOINT
 
 ROOT = Path(__file__).parents[3]
+REPOSITORY = "https://example.org/team/paceline"
 LOCKS = sorted(ROOT.glob("locks/*.txt"))
 SETUP = (ROOT / "scripts/setup").read_text()
 
@@ -32,7 +39,7 @@ def test_make_help_lists_every_target() -> None:
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert re.findall(r"^  make (\w+)", output, re.MULTILINE) == [
-        *("help", "up", "test", "proofs", "check", "bench", "pictures", "mutants", "lock")
+        *("help", "up", "test", "proofs", "check", "bench", "pictures", "mutants", "lock", "wheel")
     ]
 
 
@@ -83,14 +90,15 @@ def test_there_is_a_lock_for_each_kind_of_machine_with_hashes_and_without_hosts(
 def test_every_install_is_by_hash_or_of_this_project() -> None:
     """LiteLLM 1.82.7 and 1.82.8 on PyPI were poisoned. `pip wheel` builds with locked packages."""
     files = ("Dockerfile", "Makefile", "README.md", "CONTRIBUTING.md")
-    paths = [*(ROOT / name for name in files), *ROOT.glob("scripts/*"), *ROOT.glob("docs/**/*.md")]
+    paths = [*(ROOT / name for name in files), ROOT / "deploy/install.sh"]
+    paths += [*ROOT.glob("scripts/*"), *ROOT.glob("docs/**/*.md")]
     commands = [
         command
         for path in paths
         if path.is_file()
         for line in path.read_text().replace("\\\n", " ").splitlines()
         for command in re.findall(
-            r"(?:\b(?:pip3?|uv|uv pip|pipx) (?:install|wheel|sync|add)\b"
+            r"(?:\b(?:pip3?|uv|uv pip|pipx|tool) (?:install|wheel|sync|add)\b"
             r'|(?:\b\w+_install|"\$\w+") --(?:require-hashes|no-deps))[^`&|]*',
             line,
         )
@@ -99,10 +107,14 @@ def test_every_install_is_by_hash_or_of_this_project() -> None:
     locked = [command for command in commands if "--require-hashes" in command]
     assert all("--no-deps" in one for one in locked), "pip must not resolve a lock anew"
     own = [one for one in commands if "--no-deps" in one and one not in locked]
-    others = [command for command in commands if command not in (*locked, *own)]
+    wheels = [one for one in commands if re.search(r"^(tool|pipx) .*(whl|\$wheel)", one)]
+    others = [command for command in commands if command not in (*locked, *own, *wheels)]
     assert len(locked) == 6
     assert all("--no-build-isolation" in one or "/wheel/*.whl" in one for one in own)
+    assert all("--constraints" in one for one in wheels if one.startswith("tool"))
     assert others == ["pip install openai"], "a client's own program"
+    named = "".join(path.read_text() for path in paths if path.suffix == ".md")
+    assert set(re.findall(r"paceline-[^ ']*\.whl", named)) == {WHEEL}, "no index has it"
 
 
 def test_locks_are_nested_at_the_same_versions_without_mlx_for_the_gateway_and_without_torch() -> (
@@ -127,25 +139,119 @@ def test_locks_contain_every_dependency_of_the_project() -> None:
         assert names <= locked.keys(), kind
 
 
-def test_the_wheel_contains_the_shipped_policies_and_the_demo_model(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
+@pytest.fixture(scope="module")
+def release(tmp_path_factory) -> Path:
+    """Build a release; return its folder."""
+    return build_wheel(tmp_path_factory.mktemp("release"), REPOSITORY).parent
+
+
+def test_the_wheel_contains_the_shipped_policies_and_the_demo_model(release: Path) -> None:
+    packed = set(zipfile.ZipFile(release / WHEEL).namelist())
     checkpoint = {str(path.relative_to(ROOT)) for path in CHECKPOINT.rglob("*") if path.is_file()}
     assert any(name.endswith(".safetensors") for name in checkpoint)
     policies = {str(path.relative_to(ROOT)) for path in (ROOT / "policies").rglob("*.yaml")}
     assert len(policies) > 5
     page = {str(path.relative_to(ROOT)) for path in (ROOT / "gateway/pages").rglob("*.*")}
     page |= {"gateway/pages/admin/index.html", "gateway/pages/vendor/uplot/LICENSE"}
-    assert {"policies/schema.json", *policies, *checkpoint, *page} <= packed
+    assert {"policies/schema.json", "workers/with-blas", *policies, *checkpoint, *page} <= packed
     assert {name.split("/")[0] for name in packed if ".dist-info/" not in name} == {
         *("gateway", "paceline", "policies", "workers")
     }
+
+
+def test_the_wheel_names_its_author_its_repository_and_its_commit(release: Path) -> None:
+    (distribution,) = importlib.metadata.distributions(name="paceline", path=[str(release / WHEEL)])
+    facts = distribution.metadata
+    assert facts["Author"] == "The Paceline authors"
+    assert {classifier.split(" :: ")[0] for classifier in facts.get_all("Classifier") or ()} >= {
+        *("Development Status", "Operating System", "Programming Language", "Topic")
+    }
+    assert facts.get_all("Project-URL") == [
+        f"Source, {REPOSITORY}",
+        f"Issues, {REPOSITORY}/issues",
+        f"Changelog, {REPOSITORY}/blob/main/CHANGELOG.md",
+    ]
+    readme = distribution.read_text("METADATA") or ""
+    links = re.findall(r'\]\((?!#)([^)]*)|src(?:set)?="([^"]*)', readme)
+    assert len(links) > 20
+    assert all("".join(link).startswith("https://") for link in links)
+    assert f'src="{REPOSITORY}/raw/v{VERSION}/docs/request.svg"' in readme
+    assert f"]({REPOSITORY}/blob/v{VERSION}/docs/install.md)" in readme
+    commit = distribution.read_text(COMMIT_FILE)
+    assert commit == commit_of(ROOT) != ""
+
+
+def test_a_commit_is_that_of_a_clone_and_says_whether_files_differ_from_it(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
+
+    (tmp_path / "file").write_text("one")
+    assert commit_of(tmp_path) == ""
+    git("init", "-q")
+    assert commit_of(tmp_path) == "", "there is no commit yet"
+    git("add", "file")
+    git("commit", "-q", "-m", "one")
+    git("tag", "v9")
+    commit = git("rev-parse", "--short=12", "HEAD").strip()
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "file").write_text("two")
+    assert commit_of(tmp_path) == f"{commit}-dirty"
+    assert commit_of(tmp_path / "file") == "", "a folder within a clone is none"
+
+
+def test_a_release_has_checksums_and_an_installer_and_a_formula_with_its_addresses(release) -> None:
+    names = [WHEEL, "constraints.txt", "install.sh", "paceline.rb"]
+    digests = {name: hashlib.sha256((release / name).read_bytes()).hexdigest() for name in names}
+    lines = (release / "SHA256SUMS").read_text().splitlines()
+    assert lines == [f"{digest}  {name}" for name, digest in digests.items()]
+    assert (release / "constraints.txt").read_text() == (ROOT / "locks/worker.txt").read_text()
+    address = f"{REPOSITORY}/releases/download/v{VERSION}"
+    installer = (release / "install.sh").read_text()
+    assert f"\nrelease={address}\nwheel={WHEEL}\n" in installer
+    assert f"\nwheel_sha256={digests[WHEEL]}\n" in installer
+    assert f"\nconstraints_sha256={digests['constraints.txt']}\n" in installer
+    formula = (release / "paceline.rb").read_text()
+    assert re.findall(r"@[A-Z_]+@", formula) == []
+    found = re.findall(
+        r'url "(.*)", using: :nounzip\n *(?:version "(.*)"\n *)?sha256 "(.*)"', formula
+    )
+    assert found == [
+        (f"{address}/{WHEEL}", VERSION, digests[WHEEL]),
+        (f"{address}/constraints.txt", "", digests["constraints.txt"]),
+    ]
+
+
+def test_the_formula_has_the_form_of_one_and_a_service_that_restarts_after_a_failure() -> None:
+    """A Mac with Homebrew has not tried it."""
+    file = ROOT / "deploy/paceline.rb"
+    formula = file.read_text()
+    opened = re.findall(r"^ *(?:class|def)\b|\bdo$", formula, re.MULTILINE)
+    assert len(opened) == len(re.findall(r"^ *end$", formula, re.MULTILINE)) == 6
+    assert "class Paceline < Formula\n" in formula
+    service = formula.partition("  service do\n")[2].partition("  end\n")[0]
+    assert [line.strip() for line in service.splitlines()] == [
+        'run [opt_bin/"paceline", "up"]',
+        "keep_alive successful_exit: false",
+        "process_type :interactive",
+        'log_path var/"log/paceline.log"',
+        'error_log_path var/"log/paceline.log"',
+    ]
+    if ruby := shutil.which("ruby"):
+        subprocess.run([ruby, "-c", file], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("repository", ["http://example.org/a", "https://example.org/a#b", "a"])
+def test_only_the_address_of_a_repository_makes_a_release(repository, tmp_path) -> None:
+    ended = run_wheel(tmp_path / "dist", repository)
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        f"paceline: '{repository}' is not the address of a repository, such as "
+        "https://example.org/team/paceline.\n",
+    )
+    assert not (tmp_path / "dist").exists()
 
 
 def test_the_changelog_has_its_format() -> None:

@@ -267,9 +267,29 @@ def kernels(**environment: str) -> str:
     return match[1]
 
 
+OPENBLAS = [*Path("/usr/lib").glob("*/openblas-pthread/libblas.so.3")]
+
+
+@pytest.mark.skipif(not OPENBLAS, reason="OpenBLAS is not installed")
+@pytest.mark.parametrize("module", ["workers", "workers.doctor", "workers.group.rank"])
+def test_each_program_that_computes_restarts_itself_under_openblas_once(module: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", module, "--no-such-option"],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", "OPENBLAS_VERBOSE": "2", "LD_DEBUG": "files"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    starts = re.findall(r"initialize program: (\S+)", process.stderr)
+    shell, restarted = starts.index("/bin/sh"), starts[-1]
+    assert (starts[0], starts[shell:].count(restarted)) == (restarted, 1)
+    assert "Core: " in process.stdout + process.stderr
+
+
 @pytest.mark.skipif(
-    not list(Path("/usr/lib").glob("*/openblas-pthread/libblas.so.3"))
-    or " avx2 " not in Path("/proc/cpuinfo").read_text(),
+    not OPENBLAS or " avx2 " not in Path("/proc/cpuinfo").read_text(),
     reason="no OpenBLAS, or a processor without a choice of kernels",
 )
 def test_a_processor_unknown_to_openblas_gets_kernels_of_its_instruction_set_or_those_named() -> (

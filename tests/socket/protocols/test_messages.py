@@ -312,6 +312,7 @@ def anthropic_client(shared_gateway: RunningGateway) -> Iterator[anthropic.Anthr
 
 
 ASKED: Any = BODY
+CALLING: Any = {**BODY, "tools": [{"name": "look", "input_schema": {"type": "object"}}]}
 
 
 def test_a_message_and_its_events_are_of_anthropics_own_types(
@@ -320,7 +321,7 @@ def test_a_message_and_its_events_are_of_anthropics_own_types(
     kinds = ["thinking", "text", "tool_use"]
     call = {"id": "call00001", "type": "function", "function": FUNCTION}
     module_worker.script.body = chat_answer("tool_calls", tool_calls=[call])
-    raw = anthropic_client.messages.with_raw_response.create(**ASKED)
+    raw = anthropic_client.messages.with_raw_response.create(**CALLING)
     response = read_strictly(Message, raw.read(), NONE)
     assert response == raw.parse()
     assert [block.type for block in response.content] == kinds
@@ -328,9 +329,9 @@ def test_a_message_and_its_events_are_of_anthropics_own_types(
 
     module_worker.script.body = None
     module_worker.script.events = (b": read 2048 of 9000 tokens of the prompt\n\n", *CHAT_EVENTS)
-    events = read_message_events(post(shared_gateway, stream=True).content)
+    events = read_message_events(post(shared_gateway, stream=True, tools=CALLING["tools"]).content)
     assert [one.content_block.type for one in events if "block_start" in one.type] == kinds
-    with anthropic_client.messages.stream(**ASKED) as stream:
+    with anthropic_client.messages.stream(**CALLING) as stream:
         final = stream.get_final_message()
     assert [block.type for block in final.content] == kinds
     assert final.content[2].model_dump()["input"] == {"at": "a"}
@@ -341,7 +342,7 @@ def test_reasoning_that_nobody_asked_for_is_left_out(anthropic_client, module_wo
     """Engines of other kinds reason whatever a request says."""
     module_worker.script.events = CHAT_EVENTS
     for thinking in ({"type": "disabled"}, {"type": "adaptive", "display": "omitted"}):
-        asked: Any = {**ASKED, "thinking": thinking}
+        asked: Any = {**CALLING, "thinking": thinking}
         module_worker.script.body = chat_answer("stop")
         whole = anthropic_client.messages.create(**asked)
         assert [block.type for block in whole.content] == ["text"]

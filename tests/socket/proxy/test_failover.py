@@ -11,7 +11,7 @@ import pytest
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.proxy import forward, relay
-from paceline.protocol import ANSWER_FIELD, PROGRESS_HEADER
+from paceline.protocol import ANSWER_FIELD, PROGRESS_HEADER, TOKENS_LINE
 from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.raw_client import stream_error_code, wait_for_outcomes
@@ -20,6 +20,7 @@ from tests.support.scripted_worker import (
     DONE,
     Script,
     ScriptedWorker,
+    chunk,
     lane_report,
     stream_events,
     told_events,
@@ -134,6 +135,31 @@ def test_f03_a_stream_outlives_two_workers_and_no_third_one(gateway, workers, th
         again = [{"role": "user", "content": "Again."}]
         assert error_code(gateway, messages=again) == "worker_lost"
         assert fourth.requests == []
+
+
+def test_f03_a_call_goes_on_within_its_arguments(gateway, workers) -> None:
+    """What the second worker sends has no name and no id, as the client has these."""
+    function = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}]
+    calls += [{"function": {"arguments": piece}} for piece in ('{"k"', ":1", "}")]
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant"},
+        *({"tool_calls": [{"index": 0} | one]} for one in calls),
+    ]
+    events = [*(chunk(delta) for delta in deltas), chunk({}, "tool_calls")]
+    lines = ["0 @1", "0 0", "0 1", "0 2", "0 3", "0 ."]
+    told = [b"".join((TOKENS_LINE, line.encode(), b"\n", event))
+            for line, event in zip(lines, events, strict=True)]  # fmt: skip
+    first, second = workers
+    for cut in range(1, len(events)):
+        first.script = Script(events=(*told,), cut_after=cut)
+        second.script = Script(events=(*told[cut:], DONE))
+        gateway.remove_worker(first)
+        first.boot_id = f"boot-{cut}"
+        join(gateway, first, second)
+        received = gateway.chat(stream=True, tools=[function]).content
+        assert events_of(received)[:-1] == [one.removesuffix(b"\n\n") for one in events], cut
+        assert received.endswith(DONE)
 
 
 def test_f03_only_a_worker_with_the_same_model_goes_on(gateway, workers, third_worker) -> None:

@@ -10,7 +10,7 @@ from gateway.config.static_workers import StaticWorker
 from paceline.request.constraint import read_constraint
 from tests.support.gateway_fixtures import MakeGateway, Served
 from tests.support.running_gateway import RunningGateway, chat_body
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 
 def test_the_header_lists_ignored_fields_and_a_worker_gets_no_neutral_one(served: Served) -> None:
@@ -218,6 +218,20 @@ def test_other_wires_take_the_fields_of_engines_as_a_chat_does(shared: Served, p
         ),
         ("/v1/responses", {"token_sources": True}, "token_sources"),
         ("/v1/responses", {"min_tokens": 9, "max_output_tokens": 8}, "min_tokens"),
+        ("/v1/responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("/v1/responses", {"top_logprobs": ""}, "top_logprobs"),
+        ("/v1/responses", {"reasoning": {"effort": ""}}, "reasoning.effort"),
+        (
+            "/v1/responses",
+            {
+                "tools": [{"type": "function", "name": "f"}],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "tools": [{"type": "function", "name": "f", "odd": 1}],
+                },
+            },
+            "tool_choice.tools[0].odd",
+        ),
     ],
 )
 def test_an_error_names_a_field_as_the_client_spells_it(
@@ -259,6 +273,14 @@ def test_a_schema_beside_json_object_reaches_the_worker_from_each_wire(
     assert sent.value == schema
 
 
+MARKED = (
+    ("/v1/chat/completions", "messages", "messages[{}].{}"),
+    ("/v1/responses", "input", "input[{}].{}"),
+    ("/v1/messages", "messages", "messages.{}.{}"),
+)
+"""The wires, the field of their messages, and how they name a mark."""
+
+
 def test_a_mark_on_the_last_message_is_another_spelling_of_the_field(served: Served) -> None:
     """A worker gets the same body, in which a mark that is false or null changes nothing either."""
     roles = {"user": "Sing", "assistant": "La"}
@@ -271,33 +293,56 @@ def test_a_mark_on_the_last_message_is_another_spelling_of_the_field(served: Ser
         ({"add_generation_prompt": False}, [begun[0], begun[1] | {"partial": True}]),
         (asking, [begun[0] | {"prefix": False}, begun[1] | {"prefix": True, "partial": True}]),
     ):
-        assert served.gateway.chat(messages=[*ended, *messages], **fields).status_code == 200
-        sent = served.worker.requests[-1].body
-        # Neighbours of one role are one message.
-        said = [("assistant", "La"), ("user", "Sing\n\nSing"), ("assistant", "La")]
-        assert [(one["role"], one["content"]) for one in sent["messages"]] == said
-        assert not {"prefix", "partial"}.intersection(*sent["messages"])
-        assert sent.items() >= asking.items()
+        for path, field, _ in MARKED:
+            body = {"model": "demo", field: [*ended, *messages], **fields}
+            answer = served.gateway.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            assert "x-paceline-ignored" not in answer.headers
+            sent = served.worker.requests[-1].body
+            # Neighbours of one role are one message.
+            said = [("assistant", "La"), ("user", "Sing\n\nSing"), ("assistant", "La")]
+            assert [(one["role"], one["content"]) for one in sent["messages"]] == said
+            assert not {"prefix", "partial"}.intersection(*sent["messages"])
+            assert sent.items() >= asking.items()
+
+
+def test_a_mark_that_the_template_refuses_is_named_as_the_client_wrote_it(served: Served) -> None:
+    error = {"message": "The template cannot go on.", "param": "continue_final_message"}
+    served.worker.script = Script(status=400, body=json.dumps({"error": error}).encode())
+    said = {"role": "assistant", "content": "La", "partial": True}
+    for path, field, name in MARKED:
+        body = {"model": "demo", field: [{"role": "user", "content": "Sing"}, said]}
+        for stream in (False, True):
+            refused = served.gateway.client.post(path, json=body | {"stream": stream})
+            assert refused.status_code == 400
+            assert name.format(1, "partial") in refused.text
 
 
 def test_only_a_last_message_of_the_assistant_can_be_marked(module_gateway) -> None:
     user, said = {"role": "user", "content": "Sing"}, {"role": "assistant", "content": "La"}
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    items = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}]
+    blocks = [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]
     for name in ("prefix", "partial"):
-        for place, messages, fields in (
-            (0, [user | {name: True}], {}),
-            (1, [user, said | {name: True}, user], {}),
-            (1, [user, said | {name: True}, user, said | {name: True}], {}),
-            (0, [user | {name: True}, said | {name: True}], {}),
-            (1, [user, said | {name: True, "tool_calls": [call]}], {}),
-            (1, [user, said | {name: True}], {"add_generation_prompt": True}),
-            (1, [user, said | {name: "yes"}], {}),
+        marked = said | {name: True}
+        for place, messages, fields, wires in (
+            (0, [user | {name: True}], {}, MARKED),
+            (1, [user, marked, user], {}, MARKED),
+            (1, [user, marked, user, marked], {}, MARKED),
+            (0, [user | {name: True}, marked], {}, MARKED),
+            (1, [user, marked | {"tool_calls": [call]}], {}, MARKED[:1]),
+            (1, [user, marked, *items], {}, MARKED[1:2]),
+            (1, [user, marked | {"content": blocks}], {}, MARKED[2:]),
+            (1, [user, marked | {"content": []}, user], {}, MARKED),
+            (0, [user | {"content": [{"type": "text", "text": "a"}], name: True}], {}, MARKED),
+            (1, [user, marked], {"add_generation_prompt": True}, MARKED[:2]),
+            (1, [user, said | {name: "yes"}], {}, MARKED),
         ):
-            refused = module_gateway.chat(messages=messages, **fields)
-            error = refused.json()["error"]
-            param = f"messages[{place}].{name}"
-            assert (refused.status_code, error["param"]) == (400, param), messages
-            assert name in error["message"]
+            for path, field, path_of_mark in wires:
+                body = {"model": "demo", field: messages, **fields}
+                refused = module_gateway.client.post(path, json=body)
+                assert refused.status_code == 400, (path, messages)
+                assert path_of_mark.format(place, name) in refused.text, (path, messages)
 
 
 def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(
@@ -318,6 +363,11 @@ def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(
             error = refused.json()["error"]
             assert "takes" in error["message"]
             assert error.get("param", name) == name
+    said = {"role": "assistant", "content": "La", "prefix": True}
+    for path, field, mark in MARKED:
+        body = {"model": "demo", field: [{"role": "user", "content": "Sing"}, said]}
+        refused = gateway.client.post(path, json=body)
+        assert (refused.status_code, mark.format(1, "prefix") in refused.text) == (400, True)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", *OTHER_WIRES])

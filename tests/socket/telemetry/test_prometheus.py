@@ -158,7 +158,8 @@ FOLDER = Path(__file__).parents[3] / "docs" / "grafana"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 PROMETHEUS_LABELS = {"job", "instance", "le"}
 PROMQL_KEYWORDS = frozenset(
-    "absent and by group_left histogram_quantile ignoring increase max min or rate sum".split()
+    "absent and by group_left histogram_quantile ignoring increase max min or rate sum "
+    "unless".split()
 )
 
 
@@ -274,6 +275,18 @@ CONDITIONS = {
         {'paceline_worker_ejections{worker="a",instance="g"}': "0x1440 1x30"},
         'worker="a"',
     ),
+    "PacelineWorkerUnavailable": (
+        {
+            'paceline_worker_available{worker="lost",instance="g"}': "1x1440 0x30",
+            'paceline_worker_available{worker="held",instance="g"}': "1x1440 0x30",
+            'paceline_worker_cordoned{worker="held",instance="g"}': "1x1470",
+        },
+        'worker="lost"',
+    ),
+    "PacelineStateUnwritable": (
+        {'paceline_state_unwritable{instance="g"}': "0x1440 1x30"},
+        'instance="g"',
+    ),
     "PacelineRedisDegraded": (
         {'paceline_store_degraded{instance="g"}': "0x1440 1x30"},
         'instance="g"',
@@ -287,9 +300,11 @@ def test_each_alert_fires_after_its_condition_and_not_before(tmp_path: Path) -> 
     """A healthy day fires no alert; half an hour of the alert's condition fires it."""
     series: dict[str, str] = {}
     checks = []
+    severities = {rule["alert"]: rule["labels"]["severity"] for rule in alerts()}
     for alert, (values_by_series, labels) in CONDITIONS.items():
         series |= values_by_series
-        firing = f'ALERTS{{alertname="{alert}",alertstate="firing",severity="warning",{labels}}}'
+        severity = severities[alert]
+        firing = f'ALERTS{{alertname="{alert}",alertstate="firing",severity="{severity}",{labels}}}'
         checks += [
             {
                 "expr": f'ALERTS{{alertname="{alert}"}}',

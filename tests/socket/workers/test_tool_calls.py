@@ -75,6 +75,7 @@ def only(*tools: Any) -> Any:
         ({"tool_choice": only(ADD)}, ["{}", "{}"]),
         ({"tool_choice": only(STOP)}, []),
         ({"tool_choice": only()}, []),
+        ({"tool_choice": "none"}, []),
         ({"tools": [STOP]}, []),
         ({"max_tool_calls": 1}, ["{}"]),
         ({"parallel_tool_calls": False}, ["{}"]),
@@ -194,9 +195,9 @@ async def test_a_response_with_calls_only_has_no_content() -> None:
     async with worker_client(engine) as client:
         with_tools = await client.post("/v1/chat/completions", json=body)
         declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
-    assert [generation.keep_call_tokens for generation in engine.generations] == [True, False]
+    assert [generation.keep_call_tokens for generation in engine.generations] == [True, True]
     assert with_tools.json()["choices"][0]["message"]["content"] is None
-    assert declined.json()["choices"][0]["message"]["content"] == call_text(3)
+    assert declined.json()["choices"][0]["message"]["content"] == ""
 
 
 async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> None:

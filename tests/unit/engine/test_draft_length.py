@@ -8,6 +8,8 @@ from workers.engine.decode.draft_length import (
     PROBE_EVERY,
     PROBE_STEPS,
     RUN_LENGTHS,
+    TRY_EVERY,
+    Accepted,
     DraftLength,
     Plan,
     Run,
@@ -34,13 +36,18 @@ def forced(tokens: int) -> Run:
     return Run(range(tokens), tokens)
 
 
+def rows(lengths: DraftLength, count: int = 1) -> list[list[float]]:
+    return [lengths.promised_tokens()] * count
+
+
 def test_a_forced_draft_is_as_long_as_it_pays() -> None:
-    """Each longer length is tried, and then the one with the most tokens a second is used."""
+    """A length is used where it is estimated to pay, and then where it has been measured to."""
     lengths = measured(1, {0: 1.0, 1: 1.2, 2: 1.4}, draft_tokens=2)
-    for length, cost_s in ((2, 1.3), (4, 1.6), (8, 4.0)):
-        for _ in range(MIN_SAMPLES):
-            assert lengths.plan(0, [forced(9)]) == Plan(0, length, (True,))
-            lengths.observe_cost(1, length, cost_s, head_tokens=0)
+    assert lengths.plan(0, [forced(9)]) == Plan(0, 8, (True,)), "9 tokens for 1.8 steps"
+    observe(lengths, 1, 8, 4.0)
+    assert lengths.plan(0, [forced(9)]) == Plan(0, 4, (True,)), "estimated"
+    observe(lengths, 1, 4, 1.6)
+    observe(lengths, 1, 2, 1.3)
     assert lengths.plan(0, [forced(9)]).run_tokens == 4
     assert lengths.plan(2, [forced(9)]) == Plan(0, 4, (True,)), "the head does not run"
     assert lengths.plan(2, [None]) == Plan(2, 0, (False,))
@@ -67,24 +74,72 @@ def test_a_row_drafts_its_run_only_where_it_promises_more_than_the_head() -> Non
 def test_the_head_does_not_run_for_the_rows_without_a_run_where_that_costs_more() -> None:
     lengths = measured(2, {0: 1.0, 1: 1.1, 2: 1.2}, draft_tokens=2)
     observe(lengths, 2, 4, 2.0, head_tokens=2)
-    run = Run(range(4), 0, 0.95)
-    assert lengths.plan(2, [run, None]) == Plan(0, 4, (True, False)), "not measured before"
     observe(lengths, 2, 4, 1.2, head_tokens=0)
+    run = Run(range(4), 0, 0.95)
     assert lengths.plan(2, [run, None]) == Plan(0, 4, (True, False))
-    observe(lengths, 2, 4, 1.9, head_tokens=0)
-    observe(lengths, 2, 4, 1.9, head_tokens=0)
+    for _ in range(2):
+        observe(lengths, 2, 4, 1.9, head_tokens=0)
+        observe(lengths, 2, 2, 1.9, head_tokens=0)
     assert lengths.plan(2, [run, None]) == Plan(2, 2, (True, False))
 
 
-def test_the_cost_of_a_plain_step_is_measured_before_a_run_that_may_be_rejected() -> None:
+def test_a_run_is_drafted_at_once_and_a_plain_step_now_and_then_until_its_cost_is_known() -> None:
     lengths = DraftLength(2, RUN_LENGTHS, has_head=False)
     for _ in range(MIN_SAMPLES):
-        assert lengths.plan(0, [Run(range(8), 0, 0.9)]).run_tokens == 0
-        assert lengths.plan(0, [forced(8)]).run_tokens == 8, "a forced run is never rejected"
-        assert lengths.plan(0, [Run(range(8), 5, 0.1)]).run_tokens == 4, "nor is its beginning"
+        planned = [lengths.plan(0, [Run(range(8), 0, 0.9)]).run_tokens for _ in range(TRY_EVERY)]
+        assert planned == [8] * (TRY_EVERY - 1) + [0]
         lengths.observe_cost(1, 0, 1.0)
-    assert lengths.plan(0, [Run(range(8), 0, 0.9)]).run_tokens == 2
+    assert 0 not in [lengths.plan(0, [forced(8)]).run_tokens for _ in range(TRY_EVERY)]
     assert Run(range(4), 2, 0.5).expected_tokens(8) == 1 + 1 + 1 + 0.5 + 0.25
+
+
+def test_a_cost_that_is_not_measured_is_estimated_from_the_nearest_one_that_is() -> None:
+    """A batch of another size drafts as this one does, with no step in vain."""
+    for head_costs, k in (({0: 1.0, 1: 1.2, 2: 1.4}, 2), ({0: 1.0, 1: 3.0, 2: 5.0}, 0)):
+        lengths = measured(4, head_costs, draft_tokens=2)
+        lengths.choose(rows(lengths, 4))
+        assert lengths.choose(rows(lengths, 4)) == k
+    lengths = measured(3, {2: 1.0}, draft_tokens=2)
+    chosen = [lengths.choose(rows(lengths, count)) for count in (3, 4, 5)]
+    assert chosen == [2] * 3
+    observe(lengths, 3, 0, 0.1)
+    assert lengths.choose(rows(lengths, 3)) == 0
+
+
+def test_the_head_promises_what_a_row_has_accepted_and_its_lane() -> None:
+    lengths = DraftLength(2)
+    poem: Accepted = []
+    table: Accepted = []
+    for _ in range(12):
+        lengths.observe_acceptance(2, 0, poem)
+        lengths.observe_acceptance(2, 2, table)
+    of_poem, of_lane, of_table = map(lengths.promised_tokens, (poem, (), table))
+    assert of_poem[0] == of_table[0] == 1.0
+    assert of_poem[2] < 1.5 < of_lane[2] < 2.5 < of_table[2]
+    for head_tokens, length in ((0, 0), (2, 2), (0, 2)):
+        observe(lengths, 2, length, 1.0, head_tokens=head_tokens)
+    run = [Run(range(2), 0, 0.6)] * 2
+    assert lengths.plan(2, run, [of_poem, of_table]).uses_run == (True, False)
+    for _ in range(400):
+        lengths.forget([poem])
+    assert lengths.promised_tokens(poem)[2] > 2, "what a row accepted long ago is forgotten"
+
+
+def test_an_unpredictable_answer_is_drafted_again_now_and_then_as_it_may_have_changed() -> None:
+    lengths = measured(1, {0: 1.0, 1: 1.2, 2: 1.4}, draft_tokens=2)
+    row: Accepted = []
+    drafted = ""
+    for _ in range(PROBE_EVERY - PROBE_STEPS):
+        k = lengths.choose([lengths.promised_tokens(row)])
+        drafted += str(min(k, 1))
+        if k:
+            lengths.observe_acceptance(k, 0, row)
+        else:
+            lengths.forget([row])
+    rest = drafted[32:]
+    assert drafted.index("0") < 32
+    assert 8 < max(map(len, rest.split("1"))) < 32
+    assert rest.count("1") < 0.4 * len(rest)
 
 
 def test_a_length_that_did_not_pay_is_tried_again_later() -> None:
@@ -93,7 +148,7 @@ def test_a_length_that_did_not_pay_is_tried_again_later() -> None:
         observe(lengths, 1, length, 9.0)
     run = [Run(range(8), 0, 0.8)]
     planned = [lengths.plan(0, run).run_tokens for _ in range(4 * PROBE_EVERY)]
-    assert planned[:PROBE_EVERY] == [0] * PROBE_EVERY
+    assert planned[: PROBE_EVERY - 1] == [0] * (PROBE_EVERY - 1)
     assert set(planned) == {0, *RUN_LENGTHS}
     assert sum(tokens > 0 for tokens in planned) <= 3 * PROBE_STEPS
 
@@ -101,11 +156,11 @@ def test_a_length_that_did_not_pay_is_tried_again_later() -> None:
 def test_the_measured_gain_of_drafts_is_that_of_the_best_length() -> None:
     lengths = measured(1, {0: 1.0, 1: 1.1, 2: 1.2}, draft_tokens=2)
     assert lengths.speedup(1) == 0, "nothing is chosen yet"
-    assert lengths.choose(1) == 2
-    assert lengths.speedup(1) == lengths.tokens_per_step(2) / 1.2
+    assert lengths.choose(rows(lengths)) == 2
+    assert lengths.speedup(1) == lengths.promised_tokens()[2] / 1.2
     assert lengths.speedup(2) == 0
     slow = measured(1, {0: 1.0, 1: 4.0, 2: 9.0}, draft_tokens=2)
-    assert slow.choose(1) == 0
+    assert slow.choose(rows(slow)) == 0
     assert slow.speedup(1) == 1.0
     assert measured(1, {0: 1.0}, draft_tokens=0, has_head=False).speedup(1) == 0
 

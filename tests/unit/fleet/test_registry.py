@@ -1,5 +1,6 @@
 """The registry of workers under a fake clock: heartbeats, slots, ejection and probation."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -291,6 +292,20 @@ def test_an_answer_to_a_call_back_ends_an_ejection_for_failed_connections(fleet:
     assert fleet.ids == ["a"], "it ends no ejection for failed requests"
 
 
+def test_an_id_that_another_worker_asks_for_is_told_once_and_for_ten_minutes(
+    fleet: Fleet, caplog
+) -> None:
+    fleet.heartbeat(report())
+    (worker,) = fleet.workers()
+    for _ in range(3):
+        fleet.record_rival("mac", "http://other:1")
+        assert worker.trouble.startswith("Another worker has started with the same id")
+    assert caplog.messages == ["fleet.id_taken worker=mac url=http://other:1"]
+    assert worker.accepting, "the one that has it goes on"
+    fleet.clock.advance(600)
+    assert worker.trouble == ""
+
+
 def test_an_unproven_report_replaces_no_live_worker_and_holds_no_id(fleet: Fleet) -> None:
     fleet.heartbeat(report(), reached=True)
     fleet.record_unreachable(report(url="http://other:1"), "no answer")
@@ -471,6 +486,68 @@ def test_a_worker_whose_process_is_started_again_is_absent_until_it_is_ready(fle
     assert fleet.absence("mac") == ("restarting", 0)
     fleet.heartbeat(report(boot_id="2"))
     assert fleet.absence("mac") is None
+
+
+def test_the_log_tells_who_joins_who_is_gone_and_why_and_who_is_back(fleet: Fleet, caplog) -> None:
+    """Once each: not with every heartbeat, and not while a worker still starts."""
+    caplog.set_level(logging.INFO)
+    place = "worker=mac model=demo url=http://mac:9200"
+
+    def hear(**changes: Any) -> None:
+        for _ in range(3):
+            fleet.heartbeat(report(**changes), reached=True)
+
+    hear(ready=False)
+    assert caplog.messages == []
+    hear()
+    fleet.clock.advance(HEARTBEAT_TIMEOUT_S + 3)
+    fleet.workers()
+    fleet.workers()
+    hear(ready=False)
+    hear()
+    fleet.remove("mac", restarting=True)
+    fleet.clock.advance(2)
+    hear(boot_id="2", ready=False)
+    hear(boot_id="2")
+    fleet.record_unreachable(report(boot_id="2"), "no answer")
+    hear(boot_id="2")
+    fleet.remove("mac")
+    assert caplog.messages == [
+        f"fleet.joined {place}",
+        "fleet.lost worker=mac kind=silent: nothing has come from it for 10 s",
+        f"fleet.returned {place} away_s=10",
+        "fleet.lost worker=mac kind=restarting: its process ended, and it is started again",
+        f"fleet.returned {place} away_s=2",
+        "worker.unreachable worker=mac: no answer",
+        "worker.reached worker=mac",
+        "fleet.lost worker=mac kind=left: it signed off",
+    ]
+
+
+def test_the_log_tells_when_a_worker_is_ejected_or_busy(fleet: Fleet, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    fleet.hear("a", "b")
+    caplog.clear()
+    fleet.fail("a", 5)
+    for _ in range(3):
+        fleet.release(fleet.lease("b"), AttemptResult.BUSY, 3.0)
+        fleet.clock.advance(20.0)
+        fleet.hear("a", "b")
+    assert [one for one in caplog.messages if one.startswith("worker.")] == [
+        "worker.ejected worker=a reason=5 requests failed in a row",
+        "worker.busy worker=b pause_s=3.0",
+    ]
+
+
+def test_a_lost_worker_is_known_for_a_day_without_its_load(fleet: Fleet) -> None:
+    fleet.heartbeat(busy(running=2))
+    fleet.clock.advance(HEARTBEAT_TIMEOUT_S + 1)
+    (absence,) = fleet.absences().values()
+    assert (absence.report.url, absence.report.lanes) == ("http://mac:9200", ())
+    fleet.clock.advance(86_400 - HEARTBEAT_TIMEOUT_S - 1)
+    assert [*fleet.absences()] == ["mac"]
+    fleet.clock.advance(1)
+    assert fleet.absences() == {}
 
 
 def test_absences_of_endless_workers_are_bounded(fleet: Fleet) -> None:

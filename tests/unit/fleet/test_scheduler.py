@@ -109,6 +109,24 @@ async def test_c7_a_full_queue_makes_room_for_the_least_busy_client(scheduler: H
     assert await scheduler.queue_length() == 0
 
 
+async def test_the_log_names_a_client_that_floods_a_queue_once_a_minute(caplog) -> None:
+    scheduler = scheduler_of(limit=100)
+    await scheduler.acquire()
+    tasks = [scheduler.acquire(client=client) for client in ("b", *["a"] * 15, *["b"] * 10)]
+    await run_ready_tasks()
+    assert caplog.messages == []
+    for _ in range(2):
+        tasks += [scheduler.acquire(client="a") for _ in range(3)]
+        await run_ready_tasks()
+        assert caplog.messages == ["queue.flooded pool=vlm client='a' waiting=16"]
+    scheduler.clock.now_s += 60
+    scheduler.fleet.heartbeat(worker_report())
+    tasks += [scheduler.acquire(client="a")]
+    await run_ready_tasks()
+    assert caplog.messages[-1:] == ["queue.flooded pool=vlm client='a' waiting=22"]
+    await cancel_all(tasks)
+
+
 async def test_c7_a_full_queue_rejects_no_request_that_prefers_another_pool() -> None:
     scheduler = scheduler_of(spill_ms=1, limit=2)
     await scheduler.acquire(GREEDY)

@@ -27,7 +27,8 @@ def steps() -> Iterator[dict[str, Any]]:
             yield from job["steps"]
 
 
-COMMANDS = [shlex.split(line) for step in steps() for line in step.get("run", "").splitlines()[:1]]
+LINES = {step["run"].splitlines()[0] for step in steps() if "run" in step}
+COMMANDS = [shlex.split(line) for line in sorted(LINES)]
 
 
 def test_each_action_is_pinned_by_its_commit_and_a_workflow_runs_on_a_mac() -> None:
@@ -40,7 +41,7 @@ def test_each_action_is_pinned_by_its_commit_and_a_workflow_runs_on_a_mac() -> N
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_each_command_exists(command: list[str]) -> None:
     program, *arguments = command
-    if program == ".venv/bin/paceline":
+    if program in (".venv/bin/paceline", "~/.local/bin/paceline"):
         name, *options = arguments
         with click.Context(paceline) as parent:
             paceline.commands[name].make_context(name, options, parent)
@@ -49,8 +50,11 @@ def test_each_command_exists(command: list[str]) -> None:
     elif program == "make":
         makefile = (ROOT / "Makefile").read_text()
         assert all(f"\n{target}: ##" in makefile for target in arguments)
+    elif program == "sh":
+        assert (ROOT / "deploy" / Path(arguments[0]).name).exists()
     else:
-        assert program in (".venv/bin/python", "scripts/setup")
+        scripts = ("scripts/setup", "scripts/wheel")
+        assert program in (".venv/bin/python", *scripts, "mkdir", "ruby", "gh")
     for path in arguments:
         if path.startswith("tests/"):
             assert (ROOT / path).exists(), path
@@ -62,3 +66,22 @@ def test_each_python_program_compiles() -> None:
     assert programs
     for program in programs:
         compile(program, "workflow", "exec")
+
+
+def test_a_release_is_published_by_a_tag_after_its_tests_without_a_stored_secret() -> None:
+    text = (ROOT / ".github/workflows/release.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow[True] == {"push": {"tags": ["v*"]}}
+    jobs = workflow["jobs"]
+    assert [jobs[name].get("needs") for name in ("build", "mac", "pypi", "github")] == [
+        *(None, "build", "mac", "pypi")
+    ]
+    permissions = {name: job.get("permissions", {"contents": "read"}) for name, job in jobs.items()}
+    assert permissions == {
+        "build": {"contents": "read"},
+        "mac": {"contents": "read"},
+        "pypi": {"id-token": "write"},
+        "github": {"contents": "write"},
+    }
+    assert jobs["pypi"]["environment"] == "pypi"
+    assert re.findall(r"secrets\.|password:", text) == []

@@ -85,6 +85,19 @@ PICTURE = "data:image/gif;base64,R0lGODlhAQABAAAAACw="
         ("tools[0].function", {"tools": [FUNCTION]}),
         ("tool_choice", {"tools": [FUNCTION], "tool_choice": FUNCTION}),
         ("tool_choice.function", {"tools": [FUNCTION], "tool_choice": FUNCTION}),
+        *(
+            (
+                f"tool_choice.allowed_tools{place}",
+                {
+                    "tools": [FUNCTION],
+                    "tool_choice": {
+                        "type": "allowed_tools",
+                        "allowed_tools": {"mode": "auto", "tools": [copy.deepcopy(FUNCTION)]},
+                    },
+                },
+            )
+            for place in ("", ".tools[0]", ".tools[0].function")
+        ),
         ("response_format", {"response_format": {"type": "json_object"}}),
         (
             "response_format.json_schema",

@@ -32,7 +32,7 @@ def read(*chunks: Json, rules: CallRules = FREE) -> tuple[list[Json], list[Any]]
     merged: list[Json] = []
     reasons: list[Any] = []
     for one in chunks:
-        answer.read_chunk(one)
+        answer.read(one, "delta")
         for choice in one["choices"]:
             reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
             for call in choice["delta"].get("tool_calls", ()):
@@ -107,10 +107,10 @@ def test_what_has_its_form_stays_as_it_is_but_for_the_name_of_the_model() -> Non
         chunk(finish_reason="tool_calls"),
         {"model": "m", "choices": [{"index": 0, "delta": {"content": "Hi"}}]},
     ]
-    assert [answer.read_chunk(one) for one in chunks] == [False] * 4
+    assert [answer.read(one, "delta") for one in chunks] == [False] * 4
     for model, renames in (("m", False), ("/Users/me/model", True)):
         frame = {"model": model, "choices": []}
-        assert answer.read_chunk(frame) == answer.renames == renames
+        assert answer.read(frame, "delta") == answer.renames == renames
         assert frame["model"] == "m", "that by which the client knows it"
 
 
@@ -118,7 +118,7 @@ def test_a_whole_call_is_passed_on_at_once_and_one_without_arguments_gets_an_emp
     answer = EngineAnswer("x", "m", FREE)
     frames = chunk(piece(0, "a", "f", "{}")), chunk(piece(1, "b", "g")), end()
     for frame in frames:
-        answer.read_chunk(frame)
+        answer.read(frame, "delta")
     _, second, last = (frame["choices"][0]["delta"]["tool_calls"][0] for frame in frames)
     assert second["index"] == 1
     assert last == {"index": 1, "function": {"arguments": "{}"}}
@@ -131,7 +131,7 @@ def whole(*calls: Json, reason: Any = "stop", **message: Any) -> Json:
 
 def test_a_whole_answer_gets_the_form_too() -> None:
     answer = whole(piece(0, "", "f", {"k": 1}), piece(0, "a", "f"), piece(None, "a", "g", "{}"))
-    EngineAnswer("x", "m", FREE).read_whole(answer)
+    EngineAnswer("x", "m", FREE).read(answer, "message")
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "tool_calls"
     calls = choice["message"]["tool_calls"]
@@ -146,7 +146,7 @@ def test_a_whole_answer_gets_the_form_too() -> None:
 )
 def test_the_reason_of_the_end_is_one_that_clients_know(given_reason: str, reason: str) -> None:
     answer = whole(content="Hi", reason=given_reason)
-    EngineAnswer("x", "m", FREE).read_whole(answer)
+    EngineAnswer("x", "m", FREE).read(answer, "message")
     assert answer["choices"][0]["finish_reason"] == reason
     assert read(chunk(finish_reason=given_reason))[1] == [reason]
 
@@ -157,7 +157,7 @@ def test_an_end_for_another_reason_is_a_failure(reason: Any) -> None:
         read(chunk(finish_reason=reason))
     for given_reason in (reason, "", None):
         with pytest.raises(AnswerMalformed):
-            EngineAnswer("x", "m", FREE).read_whole(whole(content="oops", reason=given_reason))
+            EngineAnswer("x", "m", FREE).read(whole(content="oops", reason=given_reason), "message")
     assert read(chunk(finish_reason=""))[1] == []
 
 
@@ -176,7 +176,7 @@ def test_calls_that_no_client_could_read_are_malformed(pieces: list[Json]) -> No
 def test_reasoning_is_spelled_in_both_ways(name: str, part: str) -> None:
     answer: Json = {"choices": [{part: {name: "Hm"}, "finish_reason": "stop"}]}
     form = EngineAnswer("x", "m", FREE)
-    (form.read_whole if part == "message" else form.read_chunk)(answer)
+    form.read(answer, part)
     assert answer["choices"][0][part] == {"reasoning": "Hm", "reasoning_content": "Hm"}
 
 
@@ -226,11 +226,11 @@ def test_calls_that_the_request_does_not_admit_are_left_out_and_the_end_tells_of
         with pytest.raises(FieldUnheld, match="tool_choice"):
             read(*frames, rules=rules)
         with pytest.raises(FieldUnheld, match="tool_choice"):
-            form.read_whole(answer)
-        form.read_whole(whole(content="text", reason="length"))  # it had no time to call
+            form.read(answer, "message")
+        form.read(whole(content="text", reason="length"), "message")  # it had no time to call
         return
     streamed, reasons = read(*frames, rules=rules)
-    form.read_whole(answer)
+    form.read(answer, "message")
     (choice,) = answer["choices"]
     found = [one["function"] for one in choice["message"].get("tool_calls", ())]
     for functions in (found, streamed):
@@ -249,7 +249,7 @@ def test_a_call_in_the_form_of_2023_is_one_like_others(name: str) -> None:
     streamed = chunk() | {"choices": [{"index": 0, "delta": old, "finish_reason": None}]}
     calls, reasons = read(json.loads(json.dumps(streamed)), end())
     for one in (answer, beside):
-        EngineAnswer("x", "m", CallRules(frozenset("f"))).read_whole(one)
+        EngineAnswer("x", "m", CallRules(frozenset("f"))).read(one, "message")
         assert "function_call" not in one["choices"][0]["message"]
     (choice,) = answer["choices"]
     assert len(choice["message"].get("tool_calls", ())) == (name == "f")
@@ -265,7 +265,7 @@ def test_a_cut_call_has_the_arguments_that_came_and_none_without_a_name(
     last = piece(1, "b", "" if arguments is None else "g", arguments or "")
     calls = [piece(0, "a", "f", '{"k":1}'), last]
     answer = whole(*calls, reason=reason)
-    EngineAnswer("x", "m", FREE).read_whole(answer)
+    EngineAnswer("x", "m", FREE).read(answer, "message")
     streamed, reasons = read(*map(chunk, calls), chunk(finish_reason=reason))
     found = [one["function"] for one in answer["choices"][0]["message"]["tool_calls"]]
     expected = ['{"k":1}'] if arguments is None else ['{"k":1}', arguments]

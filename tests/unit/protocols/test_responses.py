@@ -279,7 +279,7 @@ def custom(**changes: Any) -> dict[str, Any]:
         ("messages[2].content[1].image_url", "input[1].output[1].image_url"),
         ("tool_grammars.patch.definition", "tools[1].format.definition"),
         ("tool_grammars.mail__code.definition", "tools[2].tools[1].format.definition"),
-        ("tool_grammars.patchy", "tools.format"),
+        ("tool_grammars", "tools.format"),
     ],
 )
 def test_a_refused_part_is_named_as_the_client_knows_it(param: str, place: str) -> None:

@@ -254,6 +254,8 @@ class Decoder:
         outcome, appended = self._append(rows, step, tokens, begun_s)
         elapsed_s = self._clock() - begun_s if alone else 0.0
         self._observe_lookups(rows, tokens, found)
+        if has_head and not step.head_length:
+            self._draft_length.forget([row.head_accepted for row in rows])
         for index, row in enumerate(rows):
             if row in outcome.finished and unbegun is None:
                 read = partial(self._state, batch, index, step, tokens[index], appended[index])
@@ -272,7 +274,7 @@ class Decoder:
             alone = others is None and was_open and batch.opened is not None
         self._last = batch.opened or others
         self._record(rows, step, tokens, appended, elapsed_s, alone=alone, ahead=queued)
-        if has_head:
+        if step.head_length:
             self.head.record_success()
         return outcome
 
@@ -334,10 +336,12 @@ class Decoder:
         """
         if not batch.has_head:
             return 0, True
-        count = len(batch.rows)
         fewest_steps = min(len(row.speculation.steps) for row in batch.rows)
-        k = self._draft_length.choose(count, fewest_steps)
-        return k, not self._draft_length.is_exploring(count, fewest_steps)
+        k = self._draft_length.choose(self._promised(batch), fewest_steps)
+        return k, not self._draft_length.is_exploring(len(batch.rows), fewest_steps)
+
+    def _promised(self, batch: Batch) -> list[list[float]]:
+        return [self._draft_length.promised_tokens(row.head_accepted) for row in batch.rows]
 
     def _plan(self, batch: Batch, planned: Drafts) -> Drafts:
         """Decide what each row drafts: the tokens of the head, or some of its run."""
@@ -361,6 +365,7 @@ class Decoder:
         plan = self._draft_length.plan(
             planned.plan.head_tokens,
             [None if own else run for own, run in zip(fixed, runs, strict=True)],
+            self._promised(batch),
         )
         drafted: list[Sequence[int]] = [()] * len(rows)
         for index, run in enumerate(runs):
@@ -412,7 +417,9 @@ class Decoder:
                 outcome.error = error
                 continue
             if sources and set(sources) == {DraftSource.HEAD}:
-                self._draft_length.observe_acceptance(len(sources), len(chosen) - 1)
+                self._draft_length.observe_acceptance(
+                    len(sources), len(chosen) - 1, row.head_accepted
+                )
             if row.finish_reason:
                 outcome.finished.append(row)
         return outcome, appended

@@ -3,12 +3,14 @@
 A step that drafts k tokens costs more than a plain one and yields 1 to k + 1 tokens. The lane
 measures both while it works, and uses the k with the most tokens a second, 0 included, so that it
 is never slower than without drafting. (The cost model is that of Leviathan et al. 2023, arXiv
-2211.17192, section 3.3, with every quantity measured instead of assumed.)
+2211.17192, section 3.3, with every quantity measured instead of assumed.) A cost that is not
+measured yet is estimated from one that is, so that a new batch size begins with a good plan.
 
-Beside the head, a row may have a run: tokens that its grammar forces or that prompt lookup found,
-which cost no pass of the head and may be longer. A row drafts its run where that promises more
-tokens than the head; a step in which all rows do so skips the passes of the head. Pure: the caller
-passes durations, no clock is read.
+How many tokens the head promises is known row by row: a poem and a table in one batch accept
+different shares. Beside the head, a row may have a run: tokens that its grammar forces or that
+prompt lookup found, which cost no pass of the head and may be longer. A row drafts its run where
+that promises more tokens than the head; a step in which all rows do so skips the passes of the
+head. Pure: the caller passes durations, no clock is read.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from typing import NamedTuple
 SAMPLES = 9
 """Durations stored for each batch size and k; their median is the cost."""
 MIN_SAMPLES = 3
-"""Steps for which each k is tried at a new batch size."""
+"""Durations after which a cost is known."""
+TRY_EVERY = 8
+"""Steps of which one has a length of the head, or none, whose cost is not known yet."""
 PROBE_EVERY = 128
 """Steps after which another k is tried again, since contexts grow and machines warm up."""
 PROBE_STEPS = 4
@@ -30,7 +34,7 @@ sample."""
 MEASURE_EVERY = 32
 """Steps after which one is measured again, where the device also computes other batches."""
 MARGIN = 1.05
-"""Factor by which another k must be faster to replace the current one."""
+"""Factor by which another k must be faster to replace the current one, and a run than the head."""
 EXPLORATION_STEPS = 4
 """Steps that always draft at the beginning of an answer in a small batch: acceptance depends on the
 text, and only drafting measures it. Their cost is no sample, since the server and the client are
@@ -38,13 +42,24 @@ busy with the beginning of the answer."""
 EXPLORATION_ROWS = 2
 RUN_LENGTHS: tuple[int, ...] = (4, 8)
 """Further lengths of drafts that are runs; few, as each is compiled."""
-MIN_RUN_GAIN = 1.1
-"""Factor by which a run must promise more tokens than the head for its cost to be measured."""
-DECAY = 0.98
-"""Weight of the past against one more verified draft token, in the acceptance of a position."""
+_DECAY = 0.98
+"""Weight of the past against one more verified draft token, in a lane's share of a position."""
+_ROW_DECAY = 0.9
+_FIRST_SHARE = 0.75
+_FORGOTTEN = 0.005
+_ROW_FORGOTTEN = 0.05
+"""Parts that a step without the head forgets: an answer may go on otherwise than it began."""
+_LANE_WEIGHT = 4.0
+"""Drafts of a row that weigh as much as what its lane has measured."""
+_ROW_COST, _TOKEN_COST, _HEAD_COST = 0.05, 0.06, 0.1
+"""Parts of the cost of a step that a row, a verified token of a row, and a pass of the head are
+assumed to add, until they are measured."""
 
 _SHORTEST_S = 1e-9
 """A clock may show no time between two steps."""
+
+Accepted = list[tuple[float, float]]
+"""Drafts of the head for one row, by position: those accepted, and those verified."""
 
 
 class Run(NamedTuple):
@@ -82,7 +97,7 @@ class Plan(NamedTuple):
 
 
 class DraftLength:
-    """Draft length of one lane."""
+    """Draft length of one engine."""
 
     def __init__(
         self,
@@ -91,43 +106,53 @@ class DraftLength:
         *,
         has_head: bool = True,
     ) -> None:
-        """Create the policy of a lane whose runs may also have one of these lengths."""
+        """Create the policy of an engine whose runs may also have one of these lengths."""
         self._max_draft_tokens = max_draft_tokens
         self._run_lengths = run_lengths
         self._has_head = has_head
-        self._candidates = range(max_draft_tokens, -1, -1)
-        self._acceptance = [0.75] * max_draft_tokens
+        self._acceptance = [_FIRST_SHARE] * max_draft_tokens
         """Share of drafts accepted at a position, given that all before it were."""
         self._costs_s: dict[tuple[int, int, int], deque[float]] = {}
         """By size class, tokens that the head drafts, and tokens that are verified."""
+        self._last_cost: tuple[int, int, int] | None = None
+        """Where the last duration was recorded."""
         self._current: dict[int, int] = {}
         self._steps = 0
         self._planned = 0
         self._unmeasured = 0
         """Steps since the last one that was measured."""
 
-    def choose(self, rows: int, fewest_steps: int = EXPLORATION_STEPS) -> int:
-        """Return the draft length of the next step of a batch of `rows` rows.
+    def choose(self, rows: Sequence[Sequence[float]], fewest_steps: int = EXPLORATION_STEPS) -> int:
+        """Return the draft length of the next step of a batch.
 
-        `fewest_steps` is the number of drafted steps of the newest row.
+        `rows` are the `promised_tokens` of each row, and `fewest_steps` is the number of drafted
+        steps of the newest.
         """
-        if self.is_exploring(rows, fewest_steps):
+        if self.is_exploring(len(rows), fewest_steps):
             return self._max_draft_tokens
-        size = _size_class(rows)
+        size = _size_class(len(rows))
+        current = self._current.setdefault(size, self._max_draft_tokens)
         self._steps += 1
-        untried = [k for k in self._candidates if len(self._samples(size, k, k)) < MIN_SAMPLES]
-        if untried:
-            return untried[0]
+        lengths = range(self._max_draft_tokens, -1, -1)
+        if self._steps % TRY_EVERY == 0:
+            for k in lengths:
+                if not self._is_known(size, k, k):
+                    return k
         if self._steps >= PROBE_EVERY and self._steps % PROBE_EVERY < PROBE_STEPS:
-            others = [k for k in self._candidates if k != self._current.get(size)]
+            others = [k for k in lengths if k != current]
             return others[self._steps // PROBE_EVERY % len(others)] if others else 0
-        return self._fastest(size)
+        speed = {k: sum(row[k] for row in rows) / self._cost_s(size, k, k) for k in lengths}
+        fastest = max(speed, key=lambda k: speed[k])
+        if speed[fastest] > MARGIN * speed[current]:
+            self._current[size] = current = fastest
+        return current
 
-    def plan(self, k: int, runs: Sequence[Run | None]) -> Plan:
+    def plan(
+        self, k: int, runs: Sequence[Run | None], rows: Sequence[Sequence[float]] | None = None
+    ) -> Plan:
         """Return what a batch drafts, given k for the head (0 without one) and each row's run.
 
-        The costs of a plain step, or of one of the head, are measured before runs are drafted that
-        may be rejected.
+        `rows` are the `promised_tokens` of each row; those of the lane if None.
         """
         base = Plan(k, 0, (False,) * len(runs))
         longest = max((len(run.tokens) for run in runs if run), default=0)
@@ -138,30 +163,26 @@ class DraftLength:
         ]
         if not lengths:
             return base
-        size, free = _size_class(len(runs)), self.tokens_per_step(k)
-        plans = [(base, free * len(runs))]
+        size, rows = _size_class(len(runs)), rows or [self.promised_tokens()] * len(runs)
+        self._planned += 1
+        plans = [(base, sum(row[k] for row in rows))]
         for length in lengths:
             gains = [run.expected_tokens(length) if run else 0.0 for run in runs]
             for head_tokens in dict.fromkeys((k, 0)):  # the other rows may draft nothing
-                other = self.tokens_per_step(head_tokens)
-                uses = tuple(gain > other for gain in gains)
-                tokens = sum(max(gain, other) for gain in gains)
+                others = [row[head_tokens] for row in rows]
+                uses = tuple(gain > other for gain, other in zip(gains, others, strict=True))
                 if any(uses):
-                    plans.append((Plan(0 if all(uses) else head_tokens, length, uses), tokens))
+                    plan = Plan(0 if all(uses) else head_tokens, length, uses)
+                    plans.append((plan, sum(map(max, gains, others))))
                 if all(uses):
                     break
-        if len(self._samples(size, *base.cost)) < MIN_SAMPLES:
-            certain = max(run.forced for run in runs if run)
-            return [plan for plan, _ in plans if plan.run_tokens <= certain][-1]
-        for plan, tokens in plans[1:]:
-            untried = len(self._samples(size, *plan.cost)) < MIN_SAMPLES
-            if untried and tokens > MIN_RUN_GAIN * plans[0][1]:
-                return plan
-        tried = [each for each in plans if self._samples(size, *each[0].cost)]
-        self._planned += 1
-        if self._planned % PROBE_EVERY < PROBE_STEPS and self._planned > PROBE_EVERY:
-            return tried[self._planned // PROBE_EVERY % len(tried)][0]
-        return max(tried, key=lambda each: each[1] / self._cost_s(size, *each[0].cost))[0]
+        speeds = [tokens / self._cost_s(size, *plan.cost) for plan, tokens in plans]
+        if k == 0 and self._planned % TRY_EVERY == 0 and not self._is_known(size, 0, 0):
+            return base
+        if self._planned >= PROBE_EVERY and self._planned % PROBE_EVERY < PROBE_STEPS:
+            return plans[self._planned // PROBE_EVERY % len(plans)][0]
+        fastest = max(speeds)
+        return plans[speeds.index(fastest)][0] if fastest > MARGIN * speeds[0] else base
 
     def is_exploring(self, rows: int, fewest_steps: int) -> bool:
         """Return whether the next step drafts only to measure the acceptance of a new answer."""
@@ -172,15 +193,37 @@ class DraftLength:
     ) -> None:
         """Record the duration of a step that drafted k tokens, all of them by the head if None."""
         self._unmeasured = 0
-        self._samples(_size_class(rows), k if head_tokens is None else head_tokens, k).append(
-            duration_s
-        )
+        key = (_size_class(rows), k if head_tokens is None else head_tokens, k)
+        self._costs_s.setdefault(key, deque(maxlen=SAMPLES)).append(max(duration_s, _SHORTEST_S))
+        self._last_cost = key
 
-    def observe_acceptance(self, drafted: int, accepted: int) -> None:
-        """Record how many tokens of one row's draft were accepted."""
+    def observe_acceptance(self, drafted: int, accepted: int, of_row: Accepted) -> None:
+        """Record how many tokens of one row's draft were accepted, in its own record too."""
+        of_row += [(0.0, 0.0)] * (self._max_draft_tokens - len(of_row))
         for position in range(min(drafted, accepted + 1, self._max_draft_tokens)):
             hit = position < accepted
-            self._acceptance[position] = DECAY * self._acceptance[position] + (1 - DECAY) * hit
+            self._acceptance[position] = _DECAY * self._acceptance[position] + (1 - _DECAY) * hit
+            hits, verified = of_row[position]
+            of_row[position] = _ROW_DECAY * hits + hit, _ROW_DECAY * verified + 1
+
+    def forget(self, rows: Sequence[Accepted]) -> None:
+        """Forget a part of what a lane, and the rows of a step without the head, have accepted."""
+        for position, share in enumerate(self._acceptance):
+            self._acceptance[position] += _FORGOTTEN * (_FIRST_SHARE - share)
+        for of_row in rows:
+            of_row[:] = [
+                (hits * (1 - _ROW_FORGOTTEN), verified * (1 - _ROW_FORGOTTEN))
+                for hits, verified in of_row
+            ]
+
+    def promised_tokens(self, of_row: Sequence[tuple[float, float]] = ()) -> list[float]:
+        """Return the expected tokens of steps in which the head drafts 0, 1, ... for a row."""
+        promised, reached = [1.0], 1.0
+        for position, share in enumerate(self._acceptance):
+            hits, verified = of_row[position] if of_row else (0.0, 0.0)
+            reached *= (_LANE_WEIGHT * share + hits) / (_LANE_WEIGHT + verified)
+            promised.append(promised[-1] + reached)
+        return promised
 
     def best(self, rows: int) -> int:
         """Return the best k for a batch of `rows` rows; the maximum while it is not measured.
@@ -209,7 +252,7 @@ class DraftLength:
         k, plain_s = self._current.get(size), self.cost_s(rows, 0, 0)
         if k is None or plain_s is None or not self._has_head:
             return 0.0
-        return self.tokens_per_step(k) * plain_s / self._cost_s(size, k, k)
+        return self.promised_tokens()[k] * plain_s / self._cost_s(size, k, k)
 
     def cost_s(self, rows: int, head_tokens: int, verified: int) -> float | None:
         """Return the cost of such a step; None while it is not measured."""
@@ -218,34 +261,36 @@ class DraftLength:
 
     def wants_sample(self, rows: int, plan: Plan) -> bool:
         """Return whether the next step is to be measured, though that holds up other batches."""
-        few = len(self._samples(_size_class(rows), *plan.cost)) < MIN_SAMPLES
-        return few or self._unmeasured >= MEASURE_EVERY
+        unknown = not self._is_known(_size_class(rows), *plan.cost)
+        return unknown or self._unmeasured >= MEASURE_EVERY
 
     def skip_cost(self) -> None:
         """Record a step whose cost could not be measured."""
         self._unmeasured += 1
 
-    def tokens_per_step(self, k: int) -> float:
-        """Return the expected tokens of a step that drafts k."""
-        tokens, reached = 1.0, 1.0
-        for share in self._acceptance[:k]:
-            reached *= share
-            tokens += reached
-        return tokens
-
-    def _fastest(self, size: int) -> int:
-        speed = {k: self.tokens_per_step(k) / self._cost_s(size, k, k) for k in self._candidates}
-        fastest = max(speed, key=lambda k: speed[k])
-        current = self._current.setdefault(size, self._max_draft_tokens)
-        if speed[fastest] > MARGIN * speed[current]:
-            self._current[size] = current = fastest
-        return current
+    def _is_known(self, size: int, head_tokens: int, verified: int) -> bool:
+        return len(self._costs_s.get((size, head_tokens, verified), ())) >= MIN_SAMPLES
 
     def _cost_s(self, size: int, head_tokens: int, verified: int) -> float:
-        return median(self._samples(size, head_tokens, verified)) or _SHORTEST_S
+        """Return the cost of a step: as measured, or estimated from the nearest one that is."""
+        samples = self._costs_s.get((size, head_tokens, verified))
+        if samples:
+            return median(samples)
+        own = [key for key in self._costs_s if key[0] == size]
+        nearest = min(
+            own,
+            key=lambda key: abs(key[1] - head_tokens) + abs(key[2] - verified),
+            default=self._last_cost,
+        )
+        assumed = _assumed_cost(size, head_tokens, verified)
+        if nearest is None:
+            return assumed
+        return median(self._costs_s[nearest]) * assumed / _assumed_cost(*nearest)
 
-    def _samples(self, size: int, head_tokens: int, verified: int) -> deque[float]:
-        return self._costs_s.setdefault((size, head_tokens, verified), deque(maxlen=SAMPLES))
+
+def _assumed_cost(size: int, head_tokens: int, verified: int) -> float:
+    """Return an assumption on the cost of a step, in no unit: only ratios of it are used."""
+    return 1 + size * (_ROW_COST + _TOKEN_COST * verified) + _HEAD_COST * head_tokens
 
 
 def _size_class(rows: int) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from paceline.protocol import ANSWER_FIELD, RUNNING_USAGE_TOKENS, DraftSource, Speculation
 from paceline.request.profile import Bypass
 from workers.engine import types
+from workers.engine.decode.draft_length import Accepted
 from workers.engine.decode.prompt_lookup import Found, PromptLookup
 from workers.engine.decode.sampler import PromptLogprobs, SamplingContext, TokenCounts
 from workers.engine.prefix.files import Prefetched
@@ -149,6 +150,7 @@ class Row:
     reasoning: Reasoning | None = None
     """None if the text contains whatever the model writes."""
     speculation: SpeculationCounter = field(default_factory=SpeculationCounter)
+    head_accepted: Accepted = field(default_factory=list)
     sink: EventSink = lambda _: None
     counts: TokenCounts = field(default_factory=TokenCounts)
     """Of the tokens so far, for penalties."""

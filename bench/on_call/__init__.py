@@ -1,0 +1,1 @@
+"""Ten events of a fleet, and how fast an admin learns of each."""
