@@ -23,6 +23,7 @@ from gateway.http.downstream import DownstreamProtocol
 from paceline.addresses import base_url, is_loopback
 from paceline.http import Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown
+from paceline.protocol import build_records
 
 Result = TypeVar("Result")
 _BACKLOG = 2048
@@ -37,6 +38,7 @@ def settle_interpreter() -> None:
     collecting every few requests costs a tenth of the CPU time. While a thread inspects a large
     body, the event loop waits for the interpreter whenever it has work.
     """
+    build_records()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
@@ -75,6 +77,8 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         # First, because the rest may activate another policy for gateways that share the state.
         listener = await _listen(stack, settings.host, settings.port, "--host", "--port")
+        # Pages name it in commands.
+        settings = settings.model_copy(update={"port": listener.getsockname()[1]})
         admin_listener = None
         if settings.admin_port is not None:
             names = "PACELINE_ADMIN_HOST", "PACELINE_ADMIN_PORT"
@@ -123,7 +127,7 @@ async def _listen(
 
     try:
         return stack.enter_context(await asyncio.to_thread(create))
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         problem = f"this machine has no host '{host}'; choose another with {host_name}"
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:  # of names, for '*'
@@ -131,7 +135,9 @@ async def _listen(
         elif error.errno != errno.EADDRINUSE:
             problem = f"{os.strerror(error.errno or 0)}; choose another with {port_name}"
         elif await _is_paceline(url := local_url(host, port)):
-            problem = f"a gateway already runs at {url}, and `paceline status` shows its state"
+            problem = (
+                f"a gateway already runs at {url}; `paceline status --url {url}` shows its state"
+            )
         else:
             problem = f"another program uses the port; choose another with {port_name}"
     raise StartupError(f"Cannot listen on {host} port {port}: {problem}.")

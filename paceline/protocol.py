@@ -120,9 +120,18 @@ def whole_scope(name: str) -> str:
 
 
 class Record(BaseModel):
-    """A frozen record; unknown fields are ignored, because a newer worker may send more."""
+    """A frozen record; unknown fields are ignored, because a newer worker may send more.
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    `build_records` builds all: not at the import, which would delay the report of a wrong flag.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+
+
+def build_records() -> None:
+    """Build the validators of all records, as else their first use does: on an event loop."""
+    for record in Record.__subclasses__():
+        record.model_rebuild()
 
 
 class NodeSource(Record):

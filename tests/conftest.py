@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def pytest_configure() -> None:
     to 32 MB lie among those that stay.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("TMPDIR", tempfile.gettempdir())  # for the kernels of all workers
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(_HEAPS, 2)
         ctypes.CDLL(None).mallopt(_LARGE_BLOCKS, 256 * 1024)

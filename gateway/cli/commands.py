@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gateway.loadgen import json_object
-from paceline.command_line import COMPLETION_VARIABLE, CONTEXT, Command
+from paceline.command_line import COMPLETION_VARIABLE, CONTEXT, Command, is_own, model_problem
 
 if TYPE_CHECKING:
     from gateway.config.settings import Settings
@@ -85,6 +85,24 @@ def _whole_number(text: str) -> int:
         raise click.BadParameter(f"'{text}' is not a whole number") from None
 
 
+def _port(text: str) -> str:
+    if not (text.isascii() and text.isdecimal() and int(text[:6]) <= 65535):
+        raise click.BadParameter(f"'{text}' is not a port, which is a number up to 65535")
+    return text
+
+
+def _host(text: str) -> str:
+    if text and not is_own(text):
+        raise click.BadParameter(f"'{text}' is no address of this machine")
+    return text
+
+
+def _model(text: str) -> str:
+    if text and (problem := model_problem(text)):
+        raise click.BadParameter(problem)
+    return text
+
+
 def _limit(text: str) -> tuple[str, int]:
     name, _, number = text.partition("=")
     return name, _whole_number(number)
@@ -127,10 +145,10 @@ _URL = _option(
 _AS_JSON = _option("--json as_json", "Print the gateway's response.", is_flag=True)
 _FILE = _argument("file", "YAML, or JSON as .json; '-' reads YAML from standard input.", "FILE")
 _NOTE = "The purpose; it is stored with the version."
-# The settings check the values.
+# Checked here, since the import of the gateway takes seconds; the settings check all sources.
 _SERVING = (
-    _option("--host", "Address to listen on (default: 127.0.0.1).", "ADDRESS"),
-    _option("--port", "Port; 0 takes a free one (default: 8000).", "N"),
+    _option("--host", "Address to listen on (default: 127.0.0.1).", "ADDRESS", type=_host),
+    _option("--port", "Port; 0 takes a free one (default: 8000).", "N", type=_port),
     _option("--config", "Settings file (default: paceline.yaml).", "FILE", type=click.Path()),
 )
 
@@ -244,7 +262,12 @@ _add(
     "up",
     "Run the gateway and one worker: an endpoint in one command.",
     *_SERVING,
-    _option("--model", "Folder or Hugging Face name of an MLX model (default: a toy model)."),
+    _option(
+        "--model",
+        "Folder or Hugging Face name of an MLX model (default: a toy model).",
+        "MODEL",
+        type=_model,
+    ),
     run=_up,
 )
 _add(
@@ -291,6 +314,7 @@ _add(
     "errors",
     "Show the last requests that failed: of all keys with the admin key, else of your own.",
     _URL,
+    _AS_JSON,
 )
 
 _LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
@@ -321,7 +345,7 @@ _add(
     _URL,
     _AS_JSON,
 )
-_add("keys list", "List all keys, without their secrets.", _URL)
+_add("keys list", "List all keys, without their secrets.", _URL, _AS_JSON)
 _add(
     "keys edit",
     "Change a key; what no option names stays.",
@@ -345,6 +369,7 @@ _add(
     _option("--to last", "Like 2026-11-30 (default: today).", "DAY"),
     _URL,
     _option("--csv as_csv", "Print CSV.", is_flag=True),
+    _AS_JSON,
 )
 
 _WORKER = _argument("worker", "The id that `paceline workers list` shows.", "WORKER")
@@ -401,7 +426,7 @@ _add(
     _URL,
     run=functools.partial(_run, "engines", "join"),
 )
-_add("engines list", "List those of the settings and those joined.", _URL)
+_add("engines list", "List those of the settings and those joined.", _URL, _AS_JSON)
 _add(
     "engines remove",
     "Remove an engine that was joined; its running requests continue.",
@@ -434,7 +459,7 @@ _add(
     "policy diff", "Show what a policy would change, and which requests it would move.", _FILE, _URL
 )
 _add("policy apply", "Activate a policy.", _FILE, _option("--note", _NOTE, required=True), _URL)
-_add("policy history", "List the versions, the newest first.", _URL)
+_add("policy history", "List the versions, the newest first.", _URL, _AS_JSON)
 _add(
     "policy rollback",
     "Activate an earlier version again.",

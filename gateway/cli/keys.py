@@ -66,7 +66,7 @@ def rotate(*, key: str, url: str, as_json: bool) -> int:
     return _print_secret("Rotated", rotated, as_json=as_json)
 
 
-def list_all(*, url: str) -> int:
+def list_all(*, url: str, as_json: bool) -> int:
     """List all keys."""
     answer = connect(url, admin=True).read("GET", _PATH)
     table = plain_table("Id", "Name", "Team", "Begins", "State", "May use", "Limits")
@@ -79,7 +79,7 @@ def list_all(*, url: str) -> int:
         table.add_row(
             *(key["id"], key["name"], key["team"], key["prefix"], state, scope, _limits(key))
         )
-    return print_output(table)
+    return print_answer(answer, table, as_json=as_json)
 
 
 def revoke(*, key: str, url: str) -> int:
@@ -112,7 +112,7 @@ def _warn(key: Mapping[str, Any]) -> None:
         sys.stderr.write(f"Warning: {warning}\n")
 
 
-def usage(*, first: str | None, last: str | None, url: str, as_csv: bool) -> int:
+def usage(*, first: str | None, last: str | None, url: str, as_csv: bool, as_json: bool) -> int:
     """Show the usage of keys by day."""
     gateway = connect(url, admin=True)
     days = {"from": first, "to": last}
@@ -122,13 +122,13 @@ def usage(*, first: str | None, last: str | None, url: str, as_csv: bool) -> int
         sys.stdout.write(response.text)
         return 0
     answer = gateway.read("GET", _USAGE_PATH, params=query)
-    numbers = ("Requests", "Prompt", "Cached", "Completion", "Guessed")
+    numbers = ("Requests", "Prompt", "Cached", "Completion", "Estimated")
     table = plain_table("Day", "Key", "Name", "Team", numbers=numbers)
     for row in answer["rows"]:
         name = row["name"] or ("" if row["key"] else "without a key")
         named = {**row, "name": name, "cached": _cached(row)}
         table.add_row(*(str(named[column]) for column in _USAGE_COLUMNS))
-    return print_output(table)
+    return print_answer(answer, table, as_json=as_json)
 
 
 def _cached(row: Mapping[str, Any]) -> str:
@@ -136,7 +136,7 @@ def _cached(row: Mapping[str, Any]) -> str:
     unknown = row["cached_unknown_requests"]
     if unknown and unknown == row["requests"]:
         return "unknown"
-    return f"{row['cached_tokens']}{'+' if unknown else ''}"
+    return f"{'at least ' if unknown else ''}{row['cached_tokens']}"
 
 
 def _limits(key: Mapping[str, Any]) -> str:

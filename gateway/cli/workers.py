@@ -17,7 +17,7 @@ _MARGIN_S = 30.0
 def list_all(*, url: str, as_json: bool) -> int:
     """List all workers that have joined or are cordoned."""
     answer = connect(url, admin=True).read("GET", _PATH)
-    table = plain_table("Worker", "State", "Models", "URL", no_wrap=("Worker",), numbers=("Busy",))
+    table = plain_table("Worker", "State", "Models", "URL", numbers=("Busy",))
     for worker in answer["workers"]:
         models = ", ".join(worker.get("models", ())) or "-"
         place = (models, worker.get("url", "-"), str(worker["in_flight"]))

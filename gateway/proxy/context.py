@@ -228,8 +228,11 @@ class RequestContext:
         """Return the record of the request, which ends now."""
         error, self.error = self.error, None  # its traceback holds this context, and the body
         left = self.outcome is Outcome.CLIENT_LEFT
-        first_s, token_s, tokens = self.first_token_at_s, None, self.usage.completion_tokens
-        if self.outcome is Outcome.COMPLETED and first_s is not None and tokens > 1:
+        first_s, tokens = self.first_token_at_s, self.usage.completion_tokens
+        # Of the worker if it tells one: its last tokens may arrive at once.
+        completed = self.outcome is Outcome.COMPLETED
+        token_s = self.usage.token_s if completed else None
+        if completed and token_s is None and first_s is not None and tokens > 1:
             token_s = (now_s - first_s) / (tokens - 1)
         return RequestRecord(
             request_id=self.request_id,

@@ -52,7 +52,7 @@ class RequestRecord(NamedTuple):
     first_token_s: float | None = None
     """From the whole body read to the first event with content, for streams."""
     token_s: float | None = None
-    """For each token after the first one, for complete streams."""
+    """For each token after the first one: at the worker, or of a complete stream as it comes."""
     drafts: Drafts | None = None
     """As the worker reported them; None if it reported none."""
     caller: Caller = NO_CALLER

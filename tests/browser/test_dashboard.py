@@ -41,6 +41,9 @@ async def test_the_page_shows_what_is_missing_and_each_running_request_as_a_mark
         await expect(page.locator("#reasons")).to_have_text("No request yet.")
         await expect(page.locator("#chart-acceptance .nothing")).to_be_visible()
         await expect(page.get_by_role("article", name="fake-a")).to_contain_text("0 of 4")
+        await expect(page.get_by_role("article", name="fake-a")).to_contain_text("no drafts yet")
+        for figure in ("saved-mtp", "accepted", "saved-prompts"):
+            await expect(page.locator(f"#{figure}")).to_have_text("\N{EN DASH}")
         track = page.get_by_role("article", name="text-mtp")
         await expect(track).to_contain_text("0 of 4")
         worker.script = Script(hang_after=1)

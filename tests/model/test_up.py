@@ -78,8 +78,10 @@ def test_up_protects_the_join_token(up: UpProcess) -> None:
 
 def test_up_with_an_unusable_model_exits_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{")
     result = end_of(tmp_path, "up", "--port", "0", "--model", str(tmp_path / "empty"))
     assert result.returncode == 1
+    assert "empty cannot be loaded (config.json is not JSON)." in result.stdout
     assert "the worker cannot start" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
 
@@ -89,7 +91,7 @@ def test_up_on_a_used_port_exits_with_one_line(up: UpProcess, tmp_path: Path) ->
     result = end_of(tmp_path, "up", "--port", port)
     assert result.returncode == 2
     assert re.fullmatch(r"paceline: Cannot listen on [^\n]*\n", result.stderr)
-    assert f"a gateway already runs at {up.url}" in result.stderr
+    assert f"a gateway already runs at {up.url}; `paceline status --url {up.url}`" in result.stderr
 
 
 def test_up_beyond_this_machine_requires_a_key(paceline, capsys) -> None:

@@ -154,7 +154,7 @@ def test_a_worker_without_a_gateway_says_so_and_what_it_serves_before_its_ready_
     (toy,) = (line for line in lines if "toy model" in line)
     assert "--model" in toy
     (alone,) = (line for line in lines if "Not joined to any gateway" in line)
-    assert "--join http://GATEWAY:8000 --token TOKEN" in alone
+    assert "--join http://GATEWAY:8000, and with its token in PACELINE_JOIN_TOKEN" in alone
     assert real_worker.model in last
     assert "text-mtp and vlm share one copy of the weights" in last
     assert "MB in use" in last

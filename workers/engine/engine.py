@@ -367,6 +367,7 @@ def load_engine(
         )
     except HeadUnusable as error:
         raise types.ModelUnusable(str(error)) from error
+    progress(StartStage.KERNELS, 0, 0)  # the first pass of a shape compiles them
     checkpoint = limit_context(checkpoint, settings.context_tokens)
     target, draft_tokens = checkpoint.target, _probe(checkpoint, settings.draft_tokens)
     head = checkpoint.head if draft_tokens else None

@@ -195,7 +195,7 @@ def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
 
 
 def test_c3_commands_send_the_stored_admin_key_to_no_other_machine(gateway, monkeypatch) -> None:
-    monkeypatch.setattr(client, "_is_own", lambda _host: False)
+    monkeypatch.setattr(client, "is_own", lambda _host: False)
     with pytest.raises(SystemExit, match=r"reads it from PACELINE_ADMIN_KEY\.$"):
         main(["keys", "list", "--url", gateway.url])
 

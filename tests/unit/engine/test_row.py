@@ -99,6 +99,14 @@ def test_fast_steps_share_a_delta_and_the_end_is_sent_at_once() -> None:
     assert deltas[-1][0] == end[0]
 
 
+def test_an_answer_ends_with_the_time_of_the_tokens_that_followed_its_first() -> None:
+    row = make_row(lambda _event: None)
+    for at_s, text in ((100.0, "a"), (100.5, "bcd"), (101.0, f"e{chr(END)}")):
+        row.append_tokens([*map(ord, text)], now_s=at_s)
+    finished = row.finished_event()
+    assert (finished.timed_tokens, finished.generation_s) == (5, 1.0)
+
+
 def test_log_probabilities_are_sent_with_their_text() -> None:
     row, deltas = recorded_row()
     for number, letter in enumerate("abcd"):

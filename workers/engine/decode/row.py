@@ -197,6 +197,10 @@ class Row:
     """What of the prompt has come into memory for this row, before its prefill has started."""
     position_offset: int = 0
     """Difference from token number to text position: pictures take fewer positions than tokens."""
+    _first_tokens: int = 0
+    """Those of the first step of this worker, at `_begun_s`; the rest took until `_ended_s`."""
+    _begun_s: float = 0.0
+    _ended_s: float = 0.0
     _last_delta_s: float = -inf
     _reported_tokens: int = 0
     """Tokens of the answer at the last delta."""
@@ -307,6 +311,9 @@ class Row:
             return 1
         drafts = len(tokens) - 1
         appended = self._append(tokens, logprobs, sources, drafts, now_s)
+        if not self._first_tokens:
+            self._begun_s, self._first_tokens = now_s, appended
+        self._ended_s = now_s
         if self.generation.report_steps:
             kept, accepted = tuple(tokens[:appended]), min(appended, drafts)
             self._pending_steps.append(types.TokenStep(kept, tuple(sources), accepted))
@@ -377,6 +384,8 @@ class Row:
             usage=self.usage(),
             speculation=self.speculation.total(),
             steps=tuple(self.speculation.steps),
+            timed_tokens=len(self.answer) - self.given_tokens - self._first_tokens,
+            generation_s=self._ended_s - self._begun_s,
             stop=self.text.stopped_by or (last if last in self.generation.stop_tokens else None),
         )
 
