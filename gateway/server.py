@@ -77,8 +77,6 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         # First, because the rest may activate another policy for gateways that share the state.
         listener = await _listen(stack, settings.host, settings.port, "--host", "--port")
-        # Pages name it in commands.
-        settings = settings.model_copy(update={"port": listener.getsockname()[1]})
         admin_listener = None
         if settings.admin_port is not None:
             names = "PACELINE_ADMIN_HOST", "PACELINE_ADMIN_PORT"

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal, NotRequired
 from urllib.parse import urlsplit
 
-from fastapi import Query
+from fastapi import Query, Request
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, CurrentProxy, admin_router, worker_router
@@ -187,11 +187,11 @@ async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
 
 
 @router.get("", responses=failures(*FOR_ADMINS))
-async def show_all(gateway: CurrentGateway) -> Workers:
+async def show_all(gateway: CurrentGateway, request: Request) -> Workers:
     """Show the workers."""
     members = {member.report.worker_id: member for member in gateway.fleet.workers()}
     names = dict.fromkeys((*members, *gateway.fleet.absences(), *gateway.cordons.by_worker))
-    host, port = gateway.settings.host, gateway.settings.port
+    host, port = gateway.settings.host, gateway.settings.port or request.url.port or 0
     joining: Joining = {
         "url": "" if is_loopback(host) else network_url(host, port),
         "local_url": local_url(host, port),
