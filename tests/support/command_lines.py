@@ -14,6 +14,14 @@ from workers.server.main import read_settings, worker_command
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
+PRODUCT = sorted(
+    path
+    for folder in ("gateway", "workers", "paceline", "policies", "deploy", "docs/grafana")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".js", ".html", ".yaml", ".yml", ".sh"} and "vendor" not in path.parts
+)
+"""Files whose sentences name commands too."""
+SHELL = {"sh", "bash", "zsh", "shell", "console"}
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 _ASSIGNED = re.compile(r"([A-Z_]+)=")
 
@@ -44,18 +52,18 @@ def lines_of_blocks() -> Iterator[CommandLine]:
     """Yield each command in the blocks of shell of all pages."""
     for page in PAGES:
         for language, block in _BLOCK.findall(page.read_text()):
-            if language == "sh":
-                joined = block.replace("\\\n", " ")
-                yield from (_split(page, line.strip()) for line in joined.splitlines() if line)
+            if language in SHELL:
+                lines = map(str.strip, block.replace("\\\n", " ").splitlines())
+                yield from (_split(page, line) for line in lines if line and line[0] != "#")
 
 
-def lines_in_text() -> Iterator[CommandLine]:
-    """Yield each command of Paceline that a sentence of a page names."""
-    for page in PAGES:
+def lines_in_sentences() -> Iterator[CommandLine]:
+    """Yield each command of Paceline that a page, a message or an alert has in its sentences."""
+    for page in (*PAGES, *PRODUCT):
         prose = _BLOCK.sub("", page.read_text())
-        for code in re.findall(r"`([^`]+)`", prose):
+        for code in re.findall(r"`(\S[^`]*)`", prose):
             text = " ".join(code.split())
-            if re.match(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?{PROGRAM} [^=]", text):
+            if re.fullmatch(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?{PROGRAM} [^=][^{{$]*", text):
                 yield _split(page, text)
 
 
