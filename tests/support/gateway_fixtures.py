@@ -41,6 +41,8 @@ QUICK = Timing(
 SILENCE_S = 60.0
 """How long a worker may send no heartbeat in tests."""
 
+_SHARE_OF_WRONG_SECRETS = handler._WRONG_SECRETS_SHARE
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,9 +74,8 @@ def long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 def share_of_wrong_secrets() -> Iterator[float]:
     """Let no wrong secret wait, for tests send many from one address; yield the usual share."""
     with pytest.MonkeyPatch.context() as patched:
-        share = handler._WRONG_SECRETS_SHARE
         patched.setattr(handler, "_WRONG_SECRETS_SHARE", 1e6)
-        yield share
+        yield _SHARE_OF_WRONG_SECRETS  # this runs once for each folder that has the fixture
 
 
 @pytest.fixture(scope="session")
