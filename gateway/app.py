@@ -35,6 +35,7 @@ from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_he
 from gateway.config.settings import Settings
 from gateway.http.downstream import (
     ClientDisconnected,
+    head_of,
     in_pieces,
     replaced_body,
     response_writer,
@@ -67,7 +68,10 @@ class PortApp:
         except errors.HostRefused as refused:
             await response_writer(scope).fail(refused)
             return
-        await self._serve(scope, receive, in_pieces(send))
+        send = in_pieces(send)
+        if scope["method"] == "HEAD":  # as GET, of which the connection sends the head alone
+            scope, send = {**scope, "method": "GET"}, head_of(send)
+        await self._serve(scope, receive, send)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._fastapi(scope, receive, send)
@@ -83,7 +87,8 @@ class GatewayApp(PortApp):
         self.admin_app: PortApp | None = None
         self._status = status.StatusService(gateway, self.proxy)
         routers = [
-            *(status.probes, status.router, models.router, recent_errors.own, workers.heartbeats),
+            *(status.probes, status.router, models.router, recent_errors.own, usage.own),
+            workers.heartbeats,
             *(explain.router, messages.router, responses.router, responses.conversations),
         ]
         # Workers join on the main port.
@@ -212,7 +217,9 @@ def _as_gateway_error(request: Request, error: Exception) -> errors.GatewayError
             # Of all routes of the path; Starlette reports those of the first one.
             routes = [route for route in request.app.routes if isinstance(route, Route)]
             methods = [one.methods or () for one in routes if one.path_regex.match(path)]
-            known = errors.MethodRefused(", ".join(sorted(set().union(*methods))))
+            allowed = set().union(*methods)
+            allowed |= {"HEAD"} if "GET" in allowed else set()
+            known = errors.MethodRefused(", ".join(sorted(allowed)))
         case HTTPException():
             known = errors.RequestRefused("The request is invalid.")
     return known

@@ -175,7 +175,8 @@ class Gateway:
         self.usage_store = usage = UsageStore(self._records, wall, life=secrets.token_hex(4))
         self.active_requests = ActiveRequests()
         end = self.active_requests.cancel_keys
-        self.api_keys = ApiKeys(settings.api_key, clock, wall, usage.tokens_used, on_end=end)
+        secrets_ = settings.api_key, settings.admin_key
+        self.api_keys = ApiKeys(*secrets_, clock, wall, usage.tokens_used, on_end=end)
         self.key_store = KeyStore(self._records, self.api_keys, wall)
         self.access_log = AccessLog(settings.access_log) if settings.access_log else None
         self.recent_errors = RecentErrors()
@@ -288,6 +289,7 @@ class Gateway:
             (self.usage_store.flush, timing.usage_flush_s),
             (self._records.probe, timing.usage_flush_s),
             (self.stats_history.record, SNAPSHOT_INTERVAL_S),
+            (self.accounting.recent_usage.turn, SNAPSHOT_INTERVAL_S),
             (_trim_heap, TRIM_INTERVAL_S),
         )
         return [

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 
 from pydantic_core import to_json
 
@@ -167,6 +168,18 @@ class AdminKeyRefused(KeyRefused):
         "A valid admin key is required: 'Authorization: Bearer KEY'. It is PACELINE_ADMIN_KEY of "
         "the gateway, or else the content of 'admin-key' in its state folder."
     )
+
+
+class EndedKeyRefused(KeyRefused):
+    """The API key was revoked or replaced, or has expired."""
+
+    counted_as = "ended_api_key"
+
+    def __init__(self, key: str, how: str, at: datetime) -> None:
+        ended = f"{'' if how == 'expired' else 'was '}{how} on {at.astimezone(UTC):%Y-%m-%d %H:%M}"
+        super().__init__(f"This API key {ended} UTC. Ask the admin of this gateway for another.")
+        self.public_message = f"A key that {ended} UTC is still in use."
+        self.key = key
 
 
 class KeyEnded(KeyRefused, code="key_revoked"):

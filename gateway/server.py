@@ -23,6 +23,7 @@ from gateway.http.downstream import DownstreamProtocol
 from paceline.addresses import base_url, is_loopback
 from paceline.http import Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown
+from paceline.protocol import build_records
 from paceline.wakefulness import awake_while
 
 Result = TypeVar("Result")
@@ -38,6 +39,7 @@ def settle_interpreter() -> None:
     collecting every few requests costs a tenth of the CPU time. While a thread inspects a large
     body, the event loop waits for the interpreter whenever it has work.
     """
+    build_records()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()
@@ -118,19 +120,24 @@ async def _listen(
     def create() -> socket.socket:
         socket.getaddrinfo(host, port)  # `create_server` hides that a name is unknown
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        both = host == "::"  # as 0.0.0.0, and as in workers: all addresses of both families
+        return socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
 
     try:
         return stack.enter_context(await asyncio.to_thread(create))
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):
         problem = f"this machine has no host '{host}'; choose another with {host_name}"
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
+        if error.errno == errno.EADDRNOTAVAIL or (error.errno or 0) < 0:  # of names, for '*'
             problem = f"this machine has no address {host}; choose another with {host_name}"
         elif error.errno != errno.EADDRINUSE:
             problem = f"{os.strerror(error.errno or 0)}; choose another with {port_name}"
         elif await _is_paceline(url := local_url(host, port)):
-            problem = f"a gateway already runs at {url}, and `paceline status` shows its state"
+            problem = (
+                f"a gateway already runs at {url}; `paceline status --url {url}` shows its state"
+            )
         else:
             problem = f"another program uses the port; choose another with {port_name}"
     raise StartupError(f"Cannot listen on {host} port {port}: {problem}.")

@@ -42,9 +42,12 @@ Header = tuple[bytes, bytes]
 Headers = list[Header]
 
 
-def fits_header(secret: str) -> bool:
-    """Return whether a secret is a valid header value; the error of an invalid one would log it."""
-    return secret.isascii() and secret.isprintable() and secret == secret.strip()
+def header_problem(secret: str) -> str:
+    """Return why a secret is no header value, or an empty text; the client's error would log it."""
+    if secret != secret.strip():
+        return "begins or ends with white space, which an HTTP header cannot carry"
+    valid = secret.isascii() and secret.isprintable()
+    return "" if valid else "contains characters that an HTTP header cannot carry"
 
 
 class Inspected(NamedTuple):
@@ -84,6 +87,8 @@ class Usage(NamedTuple):
     """Other tokens of the prompt that its worker has stored for later prompts."""
     system_tokens: int = 0
     """Those of tools and system prompt."""
+    token_s: float | None = None
+    """The mean time of each token after the first at the worker; None if it tells none."""
 
 
 class Drafts(NamedTuple):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
+import socket
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,6 +32,37 @@ class Command(click.Command):
 
 
 _LONGEST_S = 3600
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def model_problem(named: str) -> str:
+    """Return what is wrong with the folder or Hugging Face name of a model, or an empty text."""
+    try:
+        folder = Path(named).expanduser()
+        if folder.is_dir():
+            known = any(folder.glob("*config.json"))
+            return "" if known else f"The folder {named} has no model: its config.json is missing."
+    except (OSError, RuntimeError, ValueError):  # no name of a file, or of a user's folder
+        pass
+    if _REPOSITORY.fullmatch(named):
+        return ""
+    return f"'{named}' is neither a folder nor the name of a Hugging Face repository."
+
+
+def is_own(host: str) -> bool:
+    """Return whether a host is this machine, of which all addresses can be listened on."""
+    from paceline.addresses import WILDCARDS, is_loopback  # noqa: PLC0415  # pydantic: not for help
+
+    if host in WILDCARDS or is_loopback(host):
+        return True
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def seconds_from(lowest_s: float) -> Callable[[str], float]:

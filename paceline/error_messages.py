@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from itertools import islice
 from typing import Final, get_args
 
 from pydantic_core import ErrorDetails
 from pydantic_core.core_schema import ErrorType
+
+from paceline.names import MODEL_PATTERN, ONE_MODEL_PATTERN
 
 _MESSAGES: Final = {
     "extra_forbidden": "unknown field",
@@ -27,7 +30,6 @@ _MESSAGES: Final = {
     "float_parsing": "it must be a number",
     "path_type": "it must be a path",
     "string_type": "it must be text",
-    "string_pattern_mismatch": "it must match {pattern}",
     "string_too_short": "it needs at least {min_length} characters",
     "string_too_long": "it may have at most {max_length} characters",
     "greater_than": "it must be more than {gt}",
@@ -40,6 +42,13 @@ _MESSAGES: Final = {
     "enum": "it must be {expected}",
     "json_invalid": "it is not JSON",
 }
+_PATTERNS: Final = {
+    MODEL_PATTERN: "it must be 1 to 255 printable characters",
+    ONE_MODEL_PATTERN: "it must be the name of one model, of 1 to 255 printable characters without "
+    "'*'",
+}
+# A first character, and then others up to a number: the form of all names.
+_NAME_PATTERN: Final = re.compile(r"[(^$|]*\[(A-Z)?a-z0-9_?\]\[([^\]]+)\]\{0,(\d+)\}[)?$]*")
 # The errors of validators in this package, which have messages of their own.
 _OWN_ERRORS: Final = frozenset(("value_error", "assertion_error"))
 _PYDANTIC_ERRORS: Final = frozenset(get_args(ErrorType)) - _OWN_ERRORS
@@ -57,8 +66,25 @@ def closest(name: str, known: Iterable[str]) -> str:
 
 def message_of(error: ErrorDetails) -> str:
     """Return the message for one error, without the name and the value of its field."""
+    if error["type"] == "string_pattern_mismatch":
+        return _words_of(error["ctx"]["pattern"])
     if known := _MESSAGES.get(error["type"]):
         return known.format(**error.get("ctx", {}))
     if error["type"] in _PYDANTIC_ERRORS:
         return "it is invalid"
     return error["msg"].removeprefix("Value error, ")
+
+
+def _words_of(pattern: str) -> str:
+    """Return what a text must be that does not match the pattern."""
+    name = _NAME_PATTERN.fullmatch(pattern)
+    if name is None:
+        return _PATTERNS.get(pattern, f"it must match {pattern}")
+    capitals, others, length = name.groups()
+    letters = "A to Z, a to z" if capitals else "a to z"
+    marks = re.sub(r"A-Z|a-z|0-9", "", others)
+    spaces = ", spaces" if " " in marks else ""
+    return (
+        f"it must be 1 to {int(length) + 1} characters: letters ({letters}), digits{spaces} and "
+        f"{' '.join(marks.replace(' ', ''))}; the first is a letter or digit"
+    )

@@ -25,7 +25,7 @@ import uvicorn
 from pydantic_core import to_json
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.lifecycle import first_of
 from paceline.protocol import ApiError, header_value
@@ -35,6 +35,8 @@ TRAILERS_LIMIT_BYTES = 8 * 1024
 TRAILERS_LIMIT = 32
 PIPELINE_LIMIT = 16
 """Requests of one connection that are parsed and wait for the response before theirs."""
+PIPELINE_PAUSE_S = 0.001
+"""Before each of them: a flood would leave a worker's engine and all other clients no time."""
 OPEN_FILES = 65_536
 _MACOS_OPEN_FILES = 10_240
 
@@ -197,6 +199,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._parse(unparsed)
             if not self.flow.read_paused:
                 self._buffered.resume_reading()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Start a request; one that has others behind it, after a pause for other connections."""
+        if cycle is self.cycle:
+            self._start(cycle, app)
+        else:
+            self.loop.call_later(PIPELINE_PAUSE_S, self._start, cycle, app)
+
+    def _start(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if not self.transport.is_closing():
+            super()._start_asgi_task(cycle, app)
 
     def check(self, now_s: float) -> None:
         """Close the connection of a client that stalls: while it reads, closes or sends."""

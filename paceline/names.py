@@ -13,6 +13,9 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 PRINTABLE = r"[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 """A character without control: names reach terminals, logs and headers."""
 MODEL_PATTERN = rf"^{PRINTABLE}{{1,255}}$"
+ONE_MODEL_PATTERN = rf"^{PRINTABLE[:-1]}*]{{1,255}}$"
+OneModel = Annotated[str, Field(pattern=ONE_MODEL_PATTERN)]
+"""The name of a model where an admin could mean several: no name is a pattern."""
 ModelName = Annotated[str, Field(pattern=MODEL_PATTERN)]
 """The name of a model: of a repository, with a tag or not, or of a folder, which may have any
 letters and spaces."""

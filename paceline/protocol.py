@@ -25,6 +25,8 @@ PROTOCOL = 1
 """Number of this protocol. It grows by one with each change that an older side misunderstands."""
 MAX_REPORTED_PREFIXES = 64
 """Cached prefixes that a report lists; a worker may have more."""
+MAX_HELD_PREFIXES = 256
+"""Cached prefixes that a report confirms; those of a worker with more take turns."""
 NO_PREFIX = "-"
 """Sent for the key of a prefix that the worker must not cache, since others could find it."""
 MAX_PREFIX_NAME_CHARS = 128
@@ -118,9 +120,18 @@ def whole_scope(name: str) -> str:
 
 
 class Record(BaseModel):
-    """A frozen record; unknown fields are ignored, because a newer worker may send more."""
+    """A frozen record; unknown fields are ignored, because a newer worker may send more.
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    `build_records` builds all: not at the import, which would delay the report of a wrong flag.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+
+
+def build_records() -> None:
+    """Build the validators of all records, as else their first use does: on an event loop."""
+    for record in Record.__subclasses__():
+        record.model_rebuild()
 
 
 class NodeSource(Record):
@@ -479,6 +490,8 @@ class WorkerReport(Record):
     """Keys of cached prefixes, the most recently used first."""
     prefix_count: Count = 0
     """Number of cached prefixes; if `prefixes` lists fewer, a missing one may still be cached."""
+    held_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_HELD_PREFIXES)
+    """Further keys of prefixes in memory or on disk; in the end successive reports have all."""
     evicted_prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_REPORTED_PREFIXES)
     """Keys of the last prefixes that were evicted and are not on disk, the last one first."""
     lanes: Annotated[

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from paceline.error_messages import closest, message_of
 from paceline.terminal import printable
 
 _DEFAULT_FILE = Path("paceline.yaml")
+# ${NAME} anywhere, or $NAME as the whole or as the first part of a path.
+_REFERENCE = re.compile(r"\$\{\w+[^}]*\}|^\$[A-Z_][A-Z0-9_]*(/|$)")
 # Variables that are no settings: of both processes, of a stack with Docker, and of clients.
 _OTHERS = ("config", "terminal", "publish", "key")
 _NO_ALIASES: Mapping[str, str] = {}
@@ -44,6 +47,9 @@ def load_layered(
         config = Path(os.environ["PACELINE_CONFIG"])
     if config is not None and not config.is_file():
         raise InvalidSettings(f"The configuration file {config} does not exist.")
+    for variable, value in os.environ.items():
+        if variable.startswith("PACELINE_") and _REFERENCE.search(value):
+            raise InvalidSettings(f"{variable} names another variable, and Paceline replaces none.")
     file = _file_source(settings, config or _DEFAULT_FILE, section)
 
     class Layered(settings):  # type: ignore[valid-type, misc]  # mypy takes no variable for a base
@@ -83,7 +89,14 @@ def _file_source(
     settings: type[BaseSettings], file: Path, section: str | None
 ) -> tuple[YamlConfigSettingsSource] | tuple[()]:
     try:
-        return (YamlConfigSettingsSource(settings, yaml_file=file, yaml_config_section=section),)
+        source = YamlConfigSettingsSource(settings, yaml_file=file, yaml_config_section=section)
+        for path, text in _texts(source(), ()):
+            if _REFERENCE.search(text):
+                raise InvalidSettings(
+                    f"'{path}' in the configuration file {file} names a variable, and Paceline "
+                    "replaces none there. Write the value, or set it in the environment."
+                )
+        return (source,)
     except KeyError:  # the section is not in the file
         return ()
     except (AttributeError, OSError, TypeError, ValueError, yaml.YAMLError):
@@ -91,6 +104,15 @@ def _file_source(
         raise InvalidSettings(
             f"{within} configuration file {file} is not a YAML mapping."
         ) from None
+
+
+def _texts(value: object, path: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield the texts within a value of YAML, each with its path."""
+    if isinstance(value, str):
+        yield ".".join(path), value
+    elif isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(part, (*path, str(name)))
 
 
 def _describe(

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from paceline.error_messages import closest, message_of
-from paceline.names import NAME_PATTERN, ModelName, Name
+from paceline.names import NAME_PATTERN, Name, OneModel
 from paceline.request.profile import Priority
 from policies.compiler import CompiledPolicy, compile_document
 from policies.routes import Route, When
@@ -71,7 +71,7 @@ class PolicyDocument(Section):
 
     version: Literal[1]
     """The version of this format."""
-    models: dict[ModelName, ModelPolicy] = Field(default_factory=dict)
+    models: dict[OneModel, ModelPolicy] = Field(default_factory=dict)
     """Models by the names under which workers serve them; an entry is optional."""
     routes: Annotated[tuple[Route, ...], Field(strict=False, min_length=1)]
     """The first route whose `when` matches takes the request; the last must match every request."""

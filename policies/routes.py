@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from paceline.names import ModelName, Name
+from paceline.names import Name, OneModel
 from policies.sections import (
     MEDIA_KINDS,
     MediaKind,
@@ -136,7 +136,7 @@ class When(Section):
     """Tokens that the answer may have; a request without a limit exceeds every number."""
     messages: Range | None = None
     """Messages of the conversation; a plain prompt counts as one."""
-    model: OneOrMore[ModelName] | None = None
+    model: OneOrMore[OneModel] | None = None
     """The name of the model; aliases do not count."""
     key: OneOrMore[Text] | None = None
     """The id of the API key, never its secret."""

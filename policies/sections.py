@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from paceline.names import Label, ModelName, Name
+from paceline.names import Label, Name, OneModel
 from paceline.request.content import PICTURES_LIMIT, PIXELS_LIMIT
 from paceline.request.fields import FieldError
 from paceline.request.profile import Endpoint, RequestProfile
@@ -132,7 +132,7 @@ class PoolWorkers(NonEmptySection):
 
     labels: OneOrMore[Label] | None = None
     """Labels of workers (`paceline worker --label`)."""
-    models: OneOrMore[ModelName] | None = None
+    models: OneOrMore[OneModel] | None = None
     """Models that workers serve; aliases do not count."""
 
 
@@ -305,7 +305,7 @@ class SamplingPolicy(Section):
 class ModelPolicy(Section):
     """The aliases of one model, and its defaults for fields that a request omits."""
 
-    aliases: Annotated[tuple[ModelName, ...], Field(strict=False)] = ()
+    aliases: Annotated[tuple[OneModel, ...], Field(strict=False)] = ()
     """Further names for clients, such as gpt-4o-mini."""
     sampling: SamplingPolicy = SamplingPolicy()
     """The default sampling values of this model."""

@@ -1,12 +1,11 @@
 """Hooks for all tests: marks by folder, order, and the hypothesis profile."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ def pytest_configure() -> None:
     to 32 MB lie among those that stay.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("TMPDIR", tempfile.gettempdir())  # for the kernels of all workers
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(_HEAPS, 2)
         ctypes.CDLL(None).mallopt(_LARGE_BLOCKS, 256 * 1024)
@@ -116,6 +116,14 @@ def no_ca_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("SSL_CERT_FILE", raising=False)
         patched.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no_authorities")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_disk_sync() -> Iterator[None]:
+    """Let no start of a gateway and no other write wait for the disk: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: None)
         yield
 
 

@@ -41,6 +41,8 @@ RESOLVE_INTERVAL_S = 2.0
 MAX_ADDRESSES = 16
 _PASSING = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
 """Beside errors of a server: a gateway or a proxy may return another status later."""
+_TAKEN_LOOKS = 6
+"""Requests, 2 s apart, for an id in use: a gateway forgets a worker that has died sooner."""
 _INTERVAL_S, _LONGEST_INTERVAL_S = 2.0, 5.0
 """Between two heartbeats, unless the gateway says otherwise, within bounds."""
 
@@ -57,14 +59,16 @@ def wait_for_gateway(
     url: str,
     token: SecretStr | None,
     worker_id: str,
+    worker_url: str,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
     """Ask a gateway whether this worker may join; wait for one that cannot be reached.
 
-    Raise `NotAdmitted` for another join token or protocol, or if no gateway answers at the URL.
+    Raise `NotAdmitted` for another join token or protocol, if no gateway answers at the URL, or if
+    another worker goes on using the id: an earlier process of this one is forgotten soon.
     `pause` waits for so many seconds, and may raise to end the wait.
     """
-    waiting = _RepeatedLog("gateway.unreachable, waiting for it")
+    waiting, taken = _RepeatedLog("gateway.unreachable, waiting for it"), 0
     with httpx.Client(
         headers=_authorization(token),
         timeout=REQUEST_TIMEOUT,
@@ -73,11 +77,15 @@ def wait_for_gateway(
     ) as client:
         while True:
             try:
-                response = client.get(f"{url}/admin/v1/workers/{worker_id}/protocol")
+                path = f"{url}/admin/v1/workers/{worker_id}/protocol"
+                response = client.get(path, params={"url": worker_url})
             except httpx.TransportError as error:
                 waiting.log(f"{url}: {_describe(error)}")
             else:
                 passing = response.is_server_error or response.status_code in _PASSING
+                if response.status_code == httpx.codes.CONFLICT:
+                    taken += 1
+                    passing = taken < _TAKEN_LOOKS
                 if not passing:
                     _check_admission(response, url, token)
                     return
@@ -93,6 +101,10 @@ def _check_admission(response: httpx.Response, url: str, token: SecretStr | None
             f"The gateway at {url} {problem}. Set PACELINE_JOIN_TOKEN, or use --token, with the "
             "gateway's PACELINE_JOIN_TOKEN, or else the content of ~/.paceline/join-token on its "
             "machine."
+        )
+    if response.status_code == httpx.codes.CONFLICT:
+        raise NotAdmitted(
+            f"The gateway at {url} does not admit this worker: {_rejection(response)}."
         )
     if response.status_code != httpx.codes.OK:
         raise NotAdmitted(f"No gateway answers at {url}: {_rejection(response)}. Check --join.")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.command_line import model_problem
 from workers.demo import CHECKPOINT
 from workers.engine.model.known_heads import head_files
 from workers.engine.types import ModelUnusable
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
 
 DEMO_NAME = "demo"
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 """Weights and text files. The engine runs no Python file of a folder that has some."""
 _DUPLICATES = ["original/*", "metal/*", "consolidated*"]
@@ -63,19 +62,19 @@ def resolve_model(named: str) -> ModelSource:
 
     The name comes from the settings of the worker, never from a request.
     """
+    if not named and not CHECKPOINT.is_dir():
+        raise ModelUnusable("The demo checkpoint is missing; choose a model with --model.")
+    if named and (problem := model_problem(named)):
+        raise ModelUnusable(problem)
     folder = Path(named).expanduser() if named else CHECKPOINT
     if folder.resolve() == CHECKPOINT.resolve():
-        if not CHECKPOINT.is_dir():
-            raise ModelUnusable("The demo checkpoint is missing; choose a model with --model.")
         return ModelSource(folder=CHECKPOINT, served_name=DEMO_NAME, toy=True)
     if folder.is_dir():
         name = folder.resolve().name
         if not name.isprintable() or not name:
             raise ModelUnusable("A model is named as its folder, so the name must be printable.")
         return ModelSource(folder=folder, served_name=name)
-    if _REPOSITORY.fullmatch(named):
-        return ModelSource(folder=None, served_name=named)
-    raise ModelUnusable(f"'{named}' is neither a folder nor the name of a Hugging Face repository.")
+    return ModelSource(folder=None, served_name=named)
 
 
 def download(repository: str, progress: Progress, *, head_only: bool = False) -> Path:

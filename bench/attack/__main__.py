@@ -57,7 +57,7 @@ _JUDGED_S: Final = 10.0
 """A shorter run, which tests do on busy machines, says nothing of time."""
 _AFTER_S: Final = 60.0
 _NICENESS: Final = 10
-"""Of the attacker: a real one takes no processor time of the machine that it attacks."""
+"""Of an attacker that is judged: a real one takes no processor time of what it attacks."""
 _INPUTS: Final = 100_000
 _WHOLE_S: Final = 600.0
 _ATTACKED_SHARE: Final = 0.75
@@ -149,7 +149,8 @@ async def attack(seconds: float, after_s: float, only: Sequence[str], player: Pl
         watch = Neighbourhood({name: part.pid for name, part in parts.items()}, after_s=after_s)
         key = (await target.create_key("neighbour"))["secret"]
         async with watch.running(target.gateway_port, key, alone_s=min(_ALONE_S, seconds)):
-            os.nice(_NICENESS)
+            if seconds >= _JUDGED_S:
+                os.nice(_NICENESS)
             memory = [await watch.resident_mb()]
             for half in ("/first", "/second"):
                 for kind in at_target:

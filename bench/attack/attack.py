@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ async def request(
     return await send(port, encode(encoded, path=path, method=method, key=key))
 
 
-class Attack:
+class Attack(ABC):
     """One kind of attack: inputs, some at a time, until the deadline on the monotonic clock."""
 
     name: ClassVar[str]
@@ -166,9 +167,9 @@ class Attack:
     async def prepare(self) -> None:
         """Do what comes before the first input."""
 
+    @abstractmethod
     async def one(self, chance: Random) -> None:
         """Play one input, and count it."""
-        raise NotImplementedError
 
     async def finish(self) -> None:
         """Do what comes behind the last input."""

@@ -18,7 +18,7 @@ _CHUNKED: Final = (
 _HALF_READ: Final = _GET.replace(b"\r\n\r\n", b"\r\ncontent-length: 10\r\n\r\nx")
 _TRAILERS: Final = b"a:b\r\n" * 200_000
 _TRAILERS_SENT: Final = 50
-_PIPELINED: Final = 100_000
+_PIPELINED: Final = 10_000
 _CONNECTIONS: Final = 1000
 _CLOSED_WITHIN_S: Final = 25.0
 """A gateway allows 15 s, and checks once a second."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +24,8 @@ _LAST_EVENTS: Final = {
 _DONE: Final = b"data: [DONE]\n\n"
 _READ_BYTES: Final = 1 << 16
 _ANSWER_S: Final = 120.0
+_UNREAD_BYTES: Final = 16 << 20
+"""More than the buffers of two systems keep of a connection that was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,21 +182,36 @@ class Connection:
         return read
 
     async def is_closed(self, within_s: float) -> bool:
-        """Return whether the server closes the connection in time, with or without a reset."""
+        """Return whether the server closes the connection in time, with or without a reset.
+
+        A server that goes on sending has not.
+        """
+        left = _UNREAD_BYTES
         try:
             async with asyncio.timeout(within_s):
                 with contextlib.suppress(ConnectionError):
-                    while await self.reader.read(1 << 20):
-                        pass
+                    while left > 0 and (piece := await self.reader.read(1 << 20)):
+                        left -= len(piece)
         except TimeoutError:
             return False
-        return True
+        return left > 0
 
 
 @contextlib.asynccontextmanager
-async def connection(port: int, *, limit: int = _READ_BYTES) -> AsyncIterator[Connection]:
-    """Open a connection, and abort it at the end."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=limit)
+async def connection(
+    port: int, *, limit: int = _READ_BYTES, system_bytes: int = 0
+) -> AsyncIterator[Connection]:
+    """Open a connection, and abort it at the end; `system_bytes` is what the system may read."""
+    opened = socket.socket()
+    opened.setblocking(False)
+    try:
+        if system_bytes:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, system_bytes)
+        await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(sock=opened, limit=limit)
+    except BaseException:
+        opened.close()
+        raise
     try:
         yield Connection(reader, writer)
     finally:

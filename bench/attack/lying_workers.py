@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import product
 from random import Random
 from typing import Any, Final
 
@@ -61,9 +62,11 @@ class LyingAnswers(Checked):
 
     async def prepare(self) -> None:
         for name, lie in LIES.items() if not self.tally.inputs else ():  # once, in the first turn
-            for stream in (False, True):
-                for number, _ in enumerate(_PATHS):
-                    await self.ask_liar(f"{name}, stream {stream}, {number}", lie(stream), stream)
+            every = (
+                self.ask_liar(f"{name}, stream {stream}, {number}", lie(stream), stream)
+                for stream, number in product((False, True), range(len(_PATHS)))
+            )
+            await asyncio.gather(*every)
 
     async def one(self, chance: Random) -> None:
         name, stream = chance.choice(_NAMES), chance.random() < 0.6

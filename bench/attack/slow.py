@@ -17,6 +17,8 @@ _CUT_WITHIN_S: Final = 60.0
 """The limits of the attacked gateway are 3 s; a busy machine checks them late."""
 _PAUSE_S: Final = 0.2
 _UNREAD_S: Final = 15.0
+"""A gateway sees that nobody reads once the buffers of both systems are full."""
+_SYSTEM_BYTES: Final = 64 * 1024
 
 
 class SlowClients(Attack):
@@ -59,7 +61,9 @@ class SlowClients(Attack):
         text = f"{ENDLESS} {chance.getrandbits(48):x}"
         request_id = self.target.request_id(self.name)
         body = json.dumps(chat_body(MODEL, text, stream=True)).encode()
-        async with connection(self.target.gateway_port, limit=1) as opened:
+        async with connection(
+            self.target.gateway_port, limit=1, system_bytes=_SYSTEM_BYTES
+        ) as opened:
             await opened.send(encode(body, key=self.target.key, request_id=request_id))
             self.target.sent.add(request_id)
             await asyncio.sleep(_UNREAD_S)

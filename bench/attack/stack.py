@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.attack.attack import Target
+from bench.attack.gateway import LIMIT_S
 from bench.attack.liar import LyingServer
 from bench.attack.origins import ALLOWED
 from bench.harness.blas import preload
@@ -29,7 +30,6 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 ACCESS_LOG: Final = "access.jsonl"
 JEMALLOC: Final = find_library("jemalloc") if sys.platform == "linux" else None
 """Its library, if it is installed."""
-_LIMIT_S: Final = "3"
 _CACHE_BYTES: Final = str(4 << 20)
 _CONTEXT_TOKENS: Final = "2048"
 _REPORTING: Final = 4
@@ -37,9 +37,9 @@ _REPORTING: Final = 4
 
 def attacked_gateway(home: Path, port: int, **settings: str) -> Part:
     """Return a gateway with short limits for stalled clients and silent streams."""
-    limits = dict.fromkeys(("HEAD_TIMEOUT_S", "BODY_TIMEOUT_S", "WRITE_TIMEOUT_S"), _LIMIT_S)
     own = {"ACCESS_LOG": str(home / ACCESS_LOG), "ALLOWED_ORIGINS": ",".join(ALLOWED)}
-    return gateway_part(home, port, **limits, KEEPALIVE_S="0.5", **own, **settings)
+    own["BODY_TIMEOUT_S"] = str(LIMIT_S)
+    return gateway_part(home, port, module="bench.attack.gateway", **own, **settings)
 
 
 def attacked_worker(home: Path, port: int, gateway_port: int | None = None) -> Part:

@@ -10,6 +10,7 @@ result must stand, in order; a table says what was changed for whom.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
@@ -218,8 +219,12 @@ _CARD: Final = replace(
 
 
 async def _render(engine: _Engine, raw: bytes) -> Outcome:
+    messages = [{"type": "http.request", "body": raw}]
+
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": raw}
+        if not messages:
+            await asyncio.Event().wait()  # the client stays
+        return messages.pop()
 
     scope = {"type": "http", "headers": [], "state": {"request_id": "attack"}}
     try:

@@ -23,7 +23,7 @@ from bench.harness.tables import Grid, provenance, report
 from tests.support.conversation_schedules import ConversationRunner
 from tests.support.lane_schedules import ScheduleRunner
 from workers.engine.model.checkpoint import load_checkpoint
-from workers.engine.prefix.files import fingerprint
+from workers.engine.prefix.fingerprint import ModelFiles
 from workers.engine.text.tokenizer import PromptRenderer
 
 VARIETY: Final = 8
@@ -121,8 +121,10 @@ def main() -> None:
         statistics_table("Random schedules, replayed", lines),
         statistics_table(title, conversations),
     )
+    known = ModelFiles(options.model).read()
+    assert known is not None
     about = (
-        f"{provenance()}, MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
+        f"{provenance()}, MLX {version('mlx')}, checkpoint {known.caches[:12]}; "
         f"seed {options.seed}, {time.perf_counter() - started_s:.0f} s. "
         "Rows join and leave at any step, on four lanes of different k, size, chunk and cache."
     )

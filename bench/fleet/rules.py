@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -28,14 +29,14 @@ _SYNC_INTERVAL_S = 0.5
 """The interval of synchronisation between gateways."""
 
 
-class Rule:
+class Rule(ABC):
     """A routing rule. `record_sent` and `record_end` report the requests of the gateway itself."""
 
     name: str
 
+    @abstractmethod
     def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         """Return the index of a Mac; None queues the request until another one has ended."""
-        raise NotImplementedError
 
     def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
         """Record that the request was sent."""

@@ -72,11 +72,13 @@ class Part:
         return self.log.read_bytes().count(b"Traceback (most recent call last)")
 
 
-def gateway_part(home: Path, port: int, *, name: str = "gateway", **settings: str) -> Part:
-    """Return a gateway; settings without their prefix."""
+def gateway_part(
+    home: Path, port: int, *, name: str = "gateway", module: str = "gateway", **settings: str
+) -> Part:
+    """Return a gateway; settings without their prefix. `module` takes the words of `paceline`."""
     values = {"JOIN_TOKEN": JOIN_TOKEN, "ADMIN_KEY": ADMIN_KEY, "STATE_DIR": str(home / "state")}
     environment = {f"PACELINE_{key}": value for key, value in {**values, **settings}.items()}
-    command = (sys.executable, "-m", "gateway", "gateway", "--port", str(port))
+    command = (sys.executable, "-m", module, "gateway", "--port", str(port))
     return Part(name, command, home, **environment)
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -15,8 +16,12 @@ _STOP_TIMEOUT_S = 30.0
 
 
 def inherited() -> dict[str, str]:
-    """Return this environment without Paceline settings of this machine."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+    """Return this environment without Paceline settings of this machine.
+
+    All workers keep their compiled kernels in one folder.
+    """
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+    return {"TMPDIR": tempfile.gettempdir(), **own}
 
 
 def free_port() -> int:

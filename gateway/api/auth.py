@@ -1,6 +1,7 @@
 """Access to routes: the key check and the body limit in front of each router, and who edits.
 
-API keys, the admin key and the join token are three kinds; none opens the routes of another.
+API keys, the admin key and the join token are three kinds. The admin key opens the routes of API
+keys too; no other one opens the routes of another kind.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from starlette.types import Scope
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
 from gateway.auth.origins import comes_from_foreign_page
-from gateway.errors import AdminKeyRefused, FieldInvalid, KeyRefused, NoteMissing, PageRefused
+from gateway.errors import (
+    AdminKeyRefused,
+    EndedKeyRefused,
+    FieldInvalid,
+    KeyRefused,
+    NoteMissing,
+    PageRefused,
+)
 from gateway.http.downstream import header, read_small_body, response_writer
 from gateway.memory_budget import MemoryHold
 from gateway.protocols.messages import MESSAGES_PATH, MessagesFormat
 from gateway.protocols.openai import CHAT, WireFormat
 from gateway.protocols.sealing import Sealer
 from gateway.proxy.billing import count_request
+from gateway.proxy.client import client_address
 from gateway.proxy.handler import ProxyHandler
+from gateway.state.recent_errors import ErrorRecord
 from gateway.strict_json import footprint_bytes, parse
 from gateway.types import RawBody
 from paceline.protocol import MAX_REPORT_BYTES
@@ -35,7 +45,7 @@ from paceline.protocol import MAX_REPORT_BYTES
 DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
 """The security schemes in the published OpenAPI."""
 _SCHEMES = {
-    DATA_KEY: "An API key.",
+    DATA_KEY: "An API key, or the admin key.",
     ADMIN_KEY: "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
     JOIN_TOKEN: "The token with which workers join.",
 }
@@ -90,7 +100,9 @@ def _router(prefix: str, scheme: str, body_limit_bytes: int | None) -> APIRouter
                         check_data_key(request, gateway)
                     else:
                         _check_secret(request, gateway, scheme)
-                except KeyRefused:
+                except KeyRefused as refused:
+                    if isinstance(refused, EndedKeyRefused):
+                        gateway.recent_errors.add(_use_of(refused, request.scope, gateway.wall()))
                     await request.app.state.proxy.slow_guesses(request.scope)
                     raise
                 limit_bytes = body_limit_bytes or gateway.settings.body_limit_bytes
@@ -127,6 +139,13 @@ class _LimitedRequest(Request):
         body = await self.body()
         footprint_bytes(body, bounded=True)
         return parse(body)
+
+
+def _use_of(refused: EndedKeyRefused, scope: Scope, unix_s: float) -> ErrorRecord:
+    """Return the use of a key that has ended, as accounting records those of the proxy."""
+    place = {"request_id": response_writer(scope).request_id, "address": client_address(scope)}
+    what = {"key": refused.key, "code": refused.counted_as, "reason": refused.reason}
+    return ErrorRecord(unix_s=unix_s, status=refused.status, count=1, **place, **what)
 
 
 def check_data_key(request: Request, gateway: Gateway) -> None:

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 
 from gateway.api.auth import CurrentGateway, admin_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures, ref, takes
+from gateway.api.recent_errors import time_of
 from gateway.assembly import Gateway
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown, RevocationUnstored
@@ -32,10 +33,17 @@ class Key(KeyTerms):
     created_at: AwareDatetime
     revoked_at: AwareDatetime | None
     state: Literal["active", "expired", "revoked"]
+    refused: int = 0
+    """How often a secret of the key that has ended was offered, as far as the last errors tell."""
+    refused_at: str | None = None
+    refused_from: str = ""
+    """The address that offered it last."""
+    warnings: tuple[str, ...] = ()
+    """Of the terms that have no effect now, such as a model that no worker serves."""
 
 
 class CreatedKey(Key):
-    """A new API key with its secret, which no other response shows."""
+    """A new API key, or a new secret of one, with the secret that no other response shows."""
 
     secret: str
 
@@ -52,6 +60,14 @@ class Keys(TypedDict):
 async def create(fields: Fields, gateway: CurrentGateway, response: Response) -> CreatedKey:
     """Create a key."""
     record, secret = await gateway.key_store.create(_terms({}, fields, gateway))
+    response.headers["cache-control"] = "no-store"
+    return CreatedKey(**dict(_key(record, gateway)), secret=secret)
+
+
+@router.post("/{name}/rotate", responses=failures(*FOR_ADMINS, *STORED, KeyUnknown, KeyIsRevoked))
+async def rotate(name: str, gateway: CurrentGateway, response: Response) -> CreatedKey:
+    """Give a key a new secret, and end its old one."""
+    record, secret = await gateway.key_store.rotate(name)
     response.headers["cache-control"] = "no-store"
     return CreatedKey(**dict(_key(record, gateway)), secret=secret)
 
@@ -77,7 +93,7 @@ async def change(name: str, fields: Fields, gateway: CurrentGateway) -> Key:
 
     def merged(terms: KeyTerms) -> KeyTerms:
         before = terms.model_dump(mode="json", include=set(KeyTerms.model_fields))
-        return _terms(before, fields, gateway)
+        return _terms(before, fields, gateway, name)
 
     return _key(await gateway.key_store.change(name, merged), gateway)
 
@@ -88,7 +104,9 @@ async def revoke(name: str, gateway: CurrentGateway) -> Key:
     return _key(await gateway.key_store.revoke(name), gateway)
 
 
-def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway) -> KeyTerms:
+def _terms(
+    before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway, key_id: str = ""
+) -> KeyTerms:
     """Apply a JSON Merge Patch, in which null means the default; raise `FieldInvalid`."""
     both = {**before, **patch}
     known = KeyTerms.model_fields
@@ -101,7 +119,7 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway
             for problem in invalid.errors(include_url=False, include_input=False)
         ]
     else:
-        problems = _ineffective(terms, patch, gateway)
+        problems = _ineffective(terms, patch, gateway, key_id)
         if not problems:
             return terms
     text = "; ".join(f"{field}: {what}" for field, what in problems)
@@ -109,7 +127,7 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway
 
 
 def _ineffective(
-    terms: KeyTerms, patch: Mapping[str, Any], gateway: Gateway
+    terms: KeyTerms, patch: Mapping[str, Any], gateway: Gateway, key_id: str
 ) -> list[tuple[str, str]]:
     """List the valid values in the patch that could have no effect, or not the intended one."""
     policy = gateway.policy_store.current
@@ -119,6 +137,14 @@ def _ineffective(
         for index, name in enumerate(terms.models if "models" in patch else ())
         if name in aliases
     ]
+    problems += [
+        ("name", f"the key {one.id} has this name; choose another")
+        for one in gateway.api_keys.records.values()
+        if {"name", "expires_at"} & patch.keys()
+        and one.id != key_id
+        and one.name.casefold() == terms.name.casefold()
+        and not one.ended(gateway.wall())
+    ][:1]
     problems += [
         (f"pools.{index}", f"the policy has no pool '{name}'")
         for index, name in enumerate(terms.pools if "pools" in patch else ())
@@ -131,5 +157,15 @@ def _ineffective(
 
 
 def _key(record: KeyRecord, gateway: Gateway) -> Key:
-    state = record.ended(gateway.wall()) or "active"
-    return Key.model_validate({**record.model_dump(exclude={"digest"}), "state": state})
+    served = {name for worker in gateway.fleet.workers() for name in worker.models}
+    unserved = [name for name in record.models if name not in served]
+    refusals = gateway.recent_errors.of_ended_key(record.id)
+    last = max(refusals, key=lambda one: one.unix_s, default=None)
+    shown = {
+        "state": record.ended(gateway.wall()) or "active",
+        "refused": sum(one.count for one in refusals),
+        "refused_at": time_of(last.unix_s) if last else None,
+        "refused_from": last.address if last else "",
+        "warnings": tuple(f"No worker serves the model '{name}' now." for name in unserved),
+    }
+    return Key.model_validate({**record.model_dump(exclude={"digest"}), **shown})

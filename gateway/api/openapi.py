@@ -60,7 +60,7 @@ WITH_BODY = (
     *(errors.BodyNotJson, errors.FieldInvalid),
     *(errors.BodyTooSlow, errors.BodyTooLarge, errors.CodingRefused),
 )
-FOR_CLIENTS = (errors.KeyRefused, errors.PageRefused)
+FOR_CLIENTS = (errors.KeyRefused, errors.EndedKeyRefused, errors.PageRefused)
 FOR_ADMINS = (errors.AdminKeyRefused,)
 STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
 

@@ -1,4 +1,7 @@
-"""`GET /admin/v1/usage`: the usage of keys and teams by day, as JSON or CSV."""
+"""`GET /admin/v1/usage`: the usage of keys and teams by day, as JSON or CSV.
+
+`GET /v1/usage`: that of the last minute and hour at this gateway; of all keys for an admin.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,23 @@ from pydantic import BeforeValidator
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from gateway.api.auth import CurrentGateway, admin_router
-from gateway.api.openapi import FOR_ADMINS, STORED, failures
+from gateway.api.auth import (
+    CurrentGateway,
+    CurrentKey,
+    CurrentProxy,
+    admin_router,
+    data_router,
+)
+from gateway.api.openapi import FOR_ADMINS, FOR_CLIENTS, STORED, failures
+from gateway.auth.api_keys import ADMIN_KEY_ID
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageRow, date_of, sum_by
 from gateway.errors import FieldInvalid
 
 router = admin_router()
+own = data_router()
 _SHOWN_DAYS = 31
+_USES = ("requests", "tokens", "waited_ms")
 _COUNTS = UsageRow._fields[2:]
 
 
@@ -43,6 +55,52 @@ UsageReport = TypedDict(
         "teams": dict[str, dict[str, int]],
     },
 )
+
+
+class KeyUse(TypedDict):
+    """The recent requests of one key at this gateway; an empty one stands for those without."""
+
+    key: str
+    name: str
+    running: int
+    """Requests that run or wait now."""
+    last_minute: dict[str, int]
+    """`requests`, their `tokens`, and `waited_ms` in queues."""
+    last_hour: dict[str, int]
+
+
+class RecentUsageReport(TypedDict):
+    """The keys that were used in the last hour, those with the most tokens of a minute first."""
+
+    keys: list[KeyUse]
+
+
+@own.get("/v1/usage", responses=failures(*FOR_CLIENTS))
+async def recent(
+    gateway: CurrentGateway, proxy: CurrentProxy, api_key: CurrentKey
+) -> RecentUsageReport:
+    """Show the recent usage of the API key; of all keys for the admin key, or without keys."""
+    asking, usage = api_key.caller.key, gateway.accounting.recent_usage
+    minute, hour, running = usage.last_minute(), usage.last_hour(), proxy.running_by_key()
+    records = gateway.api_keys.records
+    shown = {key for key, _ in hour} | running.keys()
+    if asking != ADMIN_KEY_ID and gateway.api_keys.required:
+        shown &= {asking}
+
+    def used(key: str) -> list[int]:
+        return [-part[key, name] for part in (minute, hour) for name in ("tokens", "requests")]
+
+    rows: list[KeyUse] = [
+        {
+            "key": key,
+            "name": records[key].name if key in records else "",
+            "running": running[key],
+            "last_minute": {name: minute[key, name] for name in _USES},
+            "last_hour": {name: hour[key, name] for name in _USES},
+        }
+        for key in sorted(shown, key=used)
+    ]
+    return {"keys": rows}
 
 
 @router.get(

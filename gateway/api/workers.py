@@ -6,12 +6,13 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal, NotRequired
 from urllib.parse import urlsplit
 
-from fastapi import Query
+from fastapi import Query, Request
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, CurrentProxy, admin_router, worker_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.assembly import Gateway
+from gateway.config.startup_checks import local_url, network_url, secret_file
 from gateway.errors import (
     CacheNotCleared,
     FieldInvalid,
@@ -25,6 +26,7 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
 from gateway.state.counters import GONE_WORKERS
 from gateway.status.render import worker_state
+from paceline.addresses import is_loopback
 from paceline.protocol import EARLIER_BOOTS, PROTOCOL, WorkerReport, speaks
 
 PREFIX = "/admin/v1/workers"
@@ -89,10 +91,21 @@ class WorkerDetails(TypedDict):
     cordoned_by: NotRequired[str]
 
 
+class Joining(TypedDict):
+    """What the commands name by which a Mac joins."""
+
+    url: str
+    """The address of the gateway for other machines; empty if it listens for this one only."""
+    local_url: str
+    token_file: str
+    """The file of the join token, unless the settings name the token."""
+
+
 class Workers(TypedDict):
     """All workers that have joined, were lost within a day, or are cordoned."""
 
     workers: list[WorkerDetails]
+    joining: Joining
 
 
 class DrainedWorker(WorkerDetails):
@@ -135,9 +148,18 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
     return {"interval_s": HEARTBEAT_INTERVAL_S}
 
 
-@heartbeats.get("/{worker_id}/protocol", responses=failures(KeyRefused))
-async def show_protocol(worker_id: str) -> SpokenProtocol:  # noqa: ARG001  # of the path
-    """Show the protocol for workers; before it loads its model, a worker asks for it."""
+@heartbeats.get("/{worker_id}/protocol", responses=failures(KeyRefused, WorkerIdTaken))
+async def show_protocol(
+    worker_id: str,
+    gateway: CurrentGateway,
+    url: Annotated[str, Query(max_length=2048, description="The address of the worker.")] = "",
+) -> SpokenProtocol:
+    """Show the protocol for workers; before it loads its model, a worker asks for it.
+
+    A worker that tells its address learns whether its id is free.
+    """
+    if url:
+        gateway.fleet.check_id(worker_id, url)
     return {"protocol": PROTOCOL}
 
 
@@ -165,11 +187,18 @@ async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
 
 
 @router.get("", responses=failures(*FOR_ADMINS))
-async def show_all(gateway: CurrentGateway) -> Workers:
+async def show_all(gateway: CurrentGateway, request: Request) -> Workers:
     """Show the workers."""
     members = {member.report.worker_id: member for member in gateway.fleet.workers()}
     names = dict.fromkeys((*members, *gateway.fleet.absences(), *gateway.cordons.by_worker))
-    return {"workers": [_worker(gateway, name, members.get(name)) for name in names]}
+    host, port = gateway.settings.host, gateway.settings.port or request.url.port or 0
+    joining: Joining = {
+        "url": "" if is_loopback(host) else network_url(host, port),
+        "local_url": local_url(host, port),
+        "token_file": str(secret_file(gateway.settings, "join_token").absolute()),
+    }
+    workers = [_worker(gateway, name, members.get(name)) for name in names]
+    return {"workers": workers, "joining": joining}
 
 
 @router.put("/{worker_id}/cordon", responses=_CHANGE)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from pydantic import SecretStr
 
 from gateway.auth.rate_limits import RateLimiter
 from gateway.auth.records import KeyRecord, digest_of
-from gateway.errors import KeyRefused, ModelUnknown
+from gateway.errors import EndedKeyRefused, KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
 from paceline.request.profile import Priority
 from policies.document import PolicyDocument, Problem
 
-STATIC_KEY_ID = "static"
-"""The id of PACELINE_API_KEY, a key without limits that is not stored."""
+STATIC_KEY_ID, ADMIN_KEY_ID = "static", "admin"
+"""The ids of PACELINE_API_KEY and of the admin key, which have no limits and no record."""
 _BEARER = b"bearer "
 _HIGHEST_FIRST = tuple(Priority)
 
@@ -53,13 +54,14 @@ class ApiKeys:
     of keys that have expired or been revoked.
 
     A secret is looked up by its digest. The duration may depend on the digest, but a secret with a
-    similar digest cannot be constructed, so the duration reveals nothing. Unknown, expired and
-    revoked secrets take the same path, and nothing of them is stored.
+    similar digest cannot be constructed, so the duration reveals nothing. Nothing of an unknown
+    secret is stored; only the holder of an ended one learns that it has ended.
     """
 
     def __init__(
         self,
         static: SecretStr | None,
+        admin: SecretStr | None,
         clock: Callable[[], float],
         wall: Callable[[], float],
         used_on_day: Callable[[str, float], int],
@@ -70,15 +72,18 @@ class ApiKeys:
         self._clock = clock
         self._wall = wall
         self._used_on_day = used_on_day
-        self._static: dict[bytes, ApiKey] = {}
-        if static is not None and static.get_secret_value():
-            digest = digest_of(static.get_secret_value().encode())
-            caller = Caller(client=STATIC_KEY_ID, key=STATIC_KEY_ID)
-            self._static[digest] = ApiKey(caller=caller)
+        self._static = {
+            digest_of(one.get_secret_value().encode()): ApiKey(caller=Caller(client=name, key=name))
+            for name, one in ((STATIC_KEY_ID, static), (ADMIN_KEY_ID, admin))
+            if one is not None and one.get_secret_value()
+        }
         self._by_digest = dict(self._static)
         self._valid: dict[str, ApiKey] = {}
         self.records: Mapping[str, KeyRecord] = {}
-        self._had_keys = bool(self._static)
+        self._rotated: Mapping[bytes, tuple[str, datetime]] = {}
+        self._ended: dict[bytes, tuple[str, str, datetime]] = {}
+        """The key of each ended secret, how it ended and when."""
+        self._had_keys = bool(static is not None and static.get_secret_value())
         self.required = self._had_keys
         """Whether the data plane requires a key. Once there was a key it stays True: lost state or
         revoked keys must not open the data plane. True also before the keys are read."""
@@ -86,14 +91,19 @@ class ApiKeys:
     def authenticate(self, authorization: bytes | None, bare: bytes | None = None) -> ApiKey:
         """Return the key of an `Authorization` header, or else a bare one; raise `KeyRefused`."""
         secret = bearer_token(authorization) or bare
-        api_key = None if secret is None else self._by_digest.get(digest_of(secret))
+        digest = b"" if secret is None else digest_of(secret)
+        api_key = self._by_digest.get(digest)
         if api_key is None:
+            if digest in self._ended:
+                raise EndedKeyRefused(*self._ended[digest])
             raise KeyRefused
         return api_key
 
-    def replace(self, records: Iterable[KeyRecord]) -> None:
-        """Replace all keys."""
-        self.records = {record.id: record for record in records}
+    def replace(
+        self, records: Iterable[KeyRecord], rotated: Mapping[bytes, tuple[str, datetime]]
+    ) -> None:
+        """Replace all keys; `rotated` has the digests of earlier secrets, their keys and ends."""
+        self.records, self._rotated = {record.id: record for record in records}, rotated
         self._had_keys = self._had_keys or bool(self.records)
         self.required = self._had_keys
         self._rebuild()
@@ -130,6 +140,10 @@ class ApiKeys:
         before, self._valid = self._valid, {one.id: self._api_key(one) for one in records}
         by_digest = {bytes.fromhex(one.digest): self._valid[one.id] for one in records}
         self._by_digest = {**by_digest, **self._static}
+        self._ended = {digest: (key, "replaced", at) for digest, (key, at) in self._rotated.items()}
+        for one in self.records.values():
+            if (how := one.ended(now_unix_s)) and (at := one.revoked_at or one.expires_at):
+                self._ended[bytes.fromhex(one.digest)] = (one.id, how, at)
         if ended := frozenset(before.keys() - self._valid.keys()):
             self._on_end(ended)
 

@@ -11,11 +11,11 @@ import hashlib
 import secrets
 from datetime import datetime
 from math import inf
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-from paceline.names import ModelName, Name
+from paceline.names import Name, OneModel
 from paceline.request.profile import Priority
 
 SECRET_PREFIX = "pk-"  # noqa: S105  # the prefix of every secret
@@ -24,6 +24,7 @@ _SHOWN_CHARS = 8
 # No character that starts a formula in a spreadsheet or ends a line of a log.
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}$")]
 MaybeLabel = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63})?$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
 _Names = Annotated[tuple[Name, ...], Field(strict=False, max_length=100)]
 
 
@@ -47,9 +48,9 @@ class KeyTerms(Limits):
     """The terms of a key, which an admin may change."""
 
     name: Label
-    """For people; it need not be unique."""
+    """For people: no two active keys have one."""
     team: MaybeLabel = ""
-    models: Annotated[tuple[ModelName, ...], Field(strict=False, max_length=100)] = ()
+    models: Annotated[tuple[OneModel, ...], Field(strict=False, max_length=100)] = ()
     """By their own names; empty: all."""
     pools: _Names = ()
     """Empty: all."""
@@ -62,7 +63,7 @@ class KeyRecord(KeyTerms):
     """One stored key."""
 
     id: str = Field(pattern=r"^key-[0-9a-f]{12}$")
-    digest: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    digest: Digest
     prefix: str
     """The first characters of the secret, for people to recognise it."""
     created_at: AwareDatetime
@@ -87,14 +88,14 @@ def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
+def new_secret() -> tuple[str, dict[str, Any]]:
+    """Return a new secret and the fields of a record that describe it."""
+    secret = SECRET_PREFIX + secrets.token_urlsafe(32)
+    return secret, {"digest": digest_of(secret.encode()).hex(), "prefix": secret[:_SHOWN_CHARS]}
+
+
 def new_key(terms: KeyTerms, now: datetime) -> tuple[KeyRecord, str]:
     """Create a key; return its record and its secret."""
-    secret = SECRET_PREFIX + secrets.token_urlsafe(32)
-    record = KeyRecord(
-        **dict(terms),
-        id=f"key-{secrets.token_hex(6)}",
-        digest=digest_of(secret.encode()).hex(),
-        prefix=secret[:_SHOWN_CHARS],
-        created_at=now,
-    )
-    return record, secret
+    secret, described = new_secret()
+    key_id = f"key-{secrets.token_hex(6)}"
+    return KeyRecord(**dict(terms), **described, id=key_id, created_at=now), secret

@@ -30,6 +30,10 @@ _ANY_MODEL = "default"
 # The gateway has deadlines of its own, and reports them.
 _TIMEOUT = (10.0, 660.0, 660.0, 660.0)
 _EVENT_LIMIT_BYTES = 8 * 1024 * 1024
+_LEAST_TOKENS = 16
+"""Fewer tokens, after the first, do not show a speed."""
+_LEAST_S = 1.0
+"""Time that an answer must take to show one if its worker tells none: the rest may come at once."""
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _REASONS = {
     **BECAUSE,
@@ -115,6 +119,8 @@ class _Answer:
     """From the request to the first text; 0 before it."""
     last_token_s: float = 0.0
     tokens: int = 0
+    token_s: float = 0.0
+    """For each token after the first, as the worker counts and measures; 0 if it does not."""
     drafted: int = 0
     accepted: int = 0
     finish_reason: str = ""
@@ -185,6 +191,9 @@ def _read_event(event: object, answer: _Answer) -> tuple[str, str]:
         case {"usage": {"completion_tokens": int(tokens)}}:
             answer.tokens = tokens
     match event:
+        case {"metrics": {"mean_itl_ms": int() | float() as token_ms}}:
+            answer.token_s = token_ms / 1000
+    match event:
         case {"metrics": {"speculative_decoding": dict(counts)}}:
             drafted = counts.get("num_draft_tokens")
             accepted = counts.get("num_accepted_draft_tokens")
@@ -208,12 +217,19 @@ def _summary(headers: Mapping[str, str], why: str, answer: _Answer) -> str:
         facts.append(f"{pool} on {worker}, because {why}")
     if answer.first_token_s:
         facts.append(f"first token after {answer.first_token_s:.2f} s")
-        span_s = answer.last_token_s - answer.first_token_s
-        if answer.tokens > 1 and span_s > 0:
-            facts.append(f"{(answer.tokens - 1) / span_s:.0f} tokens/s")
+        facts.append(_speed(answer))
     if answer.drafted:
         share = answer.accepted / answer.drafted
         facts.append(f"{share:.0%} of {answer.drafted} drafted tokens accepted")
     if answer.finish_reason == "length":
         facts.append("stopped at the limit of tokens")
     return "; ".join(facts)
+
+
+def _speed(answer: _Answer) -> str:
+    """Return how fast the tokens after the first came, of the worker's own time if it tells it."""
+    more = answer.tokens - 1
+    span_s = answer.token_s * more or answer.last_token_s - answer.first_token_s
+    if more < _LEAST_TOKENS or span_s < (0 if answer.token_s else _LEAST_S) or not span_s:
+        return "too short to say how fast"
+    return f"{more / span_s:.0f} tokens/s"

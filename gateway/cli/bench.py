@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gateway import event_loop
 from gateway.cli import CommandError
-from gateway.cli.client import connect
+from gateway.cli.client import connect, fitting
 from gateway.loadgen import MeasurementError, report, runner
 from gateway.loadgen.client import Endpoint, open_endpoint
 from gateway.loadgen.prompts import built_in_prompts, read_prompts
@@ -131,9 +131,9 @@ def _report(
     """Print the tables of all measurements; write the JSON record."""
     ratios = report.compare(measurements)
     if len(measurements) > 1:
-        console.print("", report.sweep(measurements))
+        console.print("", fitting(report.sweep(measurements), console), sep="\n")
     if ratios:
-        console.print("", report.comparison(ratios))
+        console.print("", fitting(report.comparison(ratios), console), sep="\n")
     if options.json_file:
         record = {
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),

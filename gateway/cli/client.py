@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +24,9 @@ from rich.text import Text
 from gateway.cli import CommandError
 from gateway.config.settings import load_settings
 from gateway.config.startup_checks import local_url, secret_file
-from gateway.types import fits_header
-from paceline.addresses import WILDCARDS, is_loopback
+from gateway.types import header_problem
+from paceline.addresses import is_loopback
+from paceline.command_line import is_own
 from paceline.terminal import printable
 
 if TYPE_CHECKING:
@@ -81,10 +84,8 @@ class Gateway:
 
         with contextlib.ExitStack() as stack:
             secret, source = self._key()
-            if not fits_header(secret):
-                raise CommandError(
-                    f"{source} contains characters that an HTTP header cannot carry."
-                )
+            if problem := header_problem(secret):
+                raise CommandError(f"{source} {problem}.")
             headers = {"authorization": f"Bearer {secret}"} if secret else {}
             with self._reached():
                 client = stack.enter_context(httpx.Client(headers=headers, timeout=_TIMEOUT_S))
@@ -151,12 +152,22 @@ class Gateway:
         return CommandError(f"the gateway refused: {reason} {hint}".rstrip())
 
     def _key(self) -> tuple[str, str]:
-        """Return the key and where it comes from; no other machine gets the stored admin key."""
+        """Return the key and where it comes from: on this machine, the admin key if none is set.
+
+        No other machine gets the stored admin key.
+        """
         secret = os.environ.get(self.key_variable, "")
-        if secret or self.key_variable != _ADMIN_KEY:
+        if secret or not is_own(self._address()[0]):
             return secret, self.key_variable
-        if not _is_own(self._address()[0]):
-            return "", _ADMIN_KEY
+        if self.key_variable == _ADMIN_KEY:
+            return self._stored_admin_key()
+        secret, source = os.environ.get(_ADMIN_KEY, ""), _ADMIN_KEY
+        if not secret:
+            with contextlib.suppress(CommandError):
+                secret, source = self._stored_admin_key()
+        return (secret, f"{_API_KEY}, or else from {source}") if secret else ("", _API_KEY)
+
+    def _stored_admin_key(self) -> tuple[str, str]:
         settings = load_settings()
         if settings.admin_key is not None:
             return settings.admin_key.get_secret_value(), _ADMIN_KEY
@@ -197,7 +208,7 @@ def connect(url: str, *, admin: bool = False) -> Gateway:
         host, port = settings.admin_host, settings.admin_port
     if not port:
         raise CommandError("the settings let the gateway take any free port; name it with --url.")
-    if not _is_own(host):
+    if not is_own(host):
         # Those of the working folder may be another person's: no key goes where they say.
         raise CommandError(
             f"the settings name the host {host!r}, which is not this machine; name it with --url."
@@ -205,13 +216,11 @@ def connect(url: str, *, admin: bool = False) -> Gateway:
     return Gateway(local_url(host, port), key_variable)
 
 
-def plain_table(
-    *columns: str, no_wrap: Collection[str] = (), numbers: Collection[str] = ()
-) -> Table:
+def plain_table(*columns: str, numbers: Collection[str] = ()) -> Table:
     """Return a table without lines for a terminal or a pipe; `numbers` are its last columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in no_wrap)
+        table.add_column(column)
     for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
     return table
@@ -242,11 +251,47 @@ def print_answer(answer: object, shown: RenderableType, *, as_json: bool) -> int
     return 0
 
 
-def print_output(shown: RenderableType) -> int:
-    """Print a table or text, with colours only on a terminal; return 0."""
-    text = Text(shown) if isinstance(shown, str) else shown
-    Console(highlight=False, soft_wrap=not isinstance(shown, Table)).print(text)
+def print_output(*shown: RenderableType) -> int:
+    """Print tables and texts, with colours only on a terminal; return 0."""
+    for one in shown:
+        console = Console(highlight=False, markup=False, emoji=False)
+        # A pipe gets whole lines.
+        console.soft_wrap = not (console.is_terminal or isinstance(one, Table))
+        console.print(fitting(one, console))
     return 0
+
+
+def local_time(text: str) -> str:
+    """Return a time of the gateway in the zone of this machine, which it names."""
+    return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M %Z}"
+
+
+def fitting(shown: RenderableType, console: Console) -> RenderableType:
+    """Return what to print: of a table that is too wide, paragraphs."""
+    if isinstance(shown, Table) and console.measure(shown).maximum >= console.width:
+        shown = "\n".join((*_paragraphs(shown, console.width), str(shown.caption or "")))
+    return Text(shown.rstrip("\n")) if isinstance(shown, str) else shown
+
+
+def _paragraphs(table: Table, width: int) -> Iterator[str]:
+    """Yield the lines of a table that is too wide: a title for each row, then what it says.
+
+    So no column is lost, and no name, date or id is cut in two.
+    """
+    names = [" ".join(str(column.header).split()) for column in table.columns]
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        title, *cells = ([line.strip() for line in str(cell).split("\n") if line] for cell in row)
+        if title:  # else it is that of the row before
+            yield ", ".join(title)
+        for line in itertools.zip_longest(*cells, fillvalue=""):
+            said = [f"{name}: {text}" for name, text in zip(names[1:], line, strict=True) if text]
+            room = ""
+            for fact in said:
+                if room and len(room) + len(fact) + 4 > width:
+                    yield room
+                    room = ""
+                room = f"{room}  {fact}" if room else f"  {fact}"
+            yield room
 
 
 def print_json(value: object) -> None:
@@ -264,17 +309,3 @@ def _printable(value: Any) -> Any:
         case dict():
             return {printable(name): _printable(item) for name, item in value.items()}
     return value
-
-
-def _is_own(host: str) -> bool:
-    """Return whether a host is this machine, of which all addresses can be listened on."""
-    if host in WILDCARDS or is_loopback(host):
-        return True
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-        for family, kind, _, _, address in found:
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-    except (OSError, UnicodeError):
-        return False
-    return True

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from gateway.loadgen import json_object
-from paceline.command_line import COMPLETION_VARIABLE, CONTEXT, Command
+from paceline.command_line import COMPLETION_VARIABLE, CONTEXT, Command, is_own, model_problem
 
 if TYPE_CHECKING:
     from gateway.config.settings import Settings
@@ -85,6 +85,24 @@ def _whole_number(text: str) -> int:
         raise click.BadParameter(f"'{text}' is not a whole number") from None
 
 
+def _port(text: str) -> str:
+    if not (text.isascii() and text.isdecimal() and int(text[:6]) <= 65535):
+        raise click.BadParameter(f"'{text}' is not a port, which is a number up to 65535")
+    return text
+
+
+def _host(text: str) -> str:
+    if text and not is_own(text):
+        raise click.BadParameter(f"'{text}' is no address of this machine")
+    return text
+
+
+def _model(text: str) -> str:
+    if text and (problem := model_problem(text)):
+        raise click.BadParameter(problem)
+    return text
+
+
 def _limit(text: str) -> tuple[str, int]:
     name, _, number = text.partition("=")
     return name, _whole_number(number)
@@ -127,10 +145,10 @@ _URL = _option(
 _AS_JSON = _option("--json as_json", "Print the gateway's response.", is_flag=True)
 _FILE = _argument("file", "YAML, or JSON as .json; '-' reads YAML from standard input.", "FILE")
 _NOTE = "The purpose; it is stored with the version."
-# The settings check the values.
+# Checked here, since the import of the gateway takes seconds; the settings check all sources.
 _SERVING = (
-    _option("--host", "Address to listen on (default: 127.0.0.1).", "ADDRESS"),
-    _option("--port", "Port; 0 takes a free one (default: 8000).", "N"),
+    _option("--host", "Address to listen on (default: 127.0.0.1).", "ADDRESS", type=_host),
+    _option("--port", "Port; 0 takes a free one (default: 8000).", "N", type=_port),
     _option("--config", "Settings file (default: paceline.yaml).", "FILE", type=click.Path()),
 )
 
@@ -159,7 +177,8 @@ def paceline() -> None:
 _GROUPS = {
     name: _Group(name, help=text)
     for name, text in (
-        ("keys", "Create, list and revoke API keys, and show their usage."),
+        ("keys", "Create, change, list and revoke API keys, and show their usage."),
+        ("workers", "List workers, and let them get no requests for a while."),
         ("engines", "List and remove the engines of other kinds."),
         ("service", "Run Paceline from the start of this machine on, without a terminal."),
         ("prefix-cache", "Delete the conversations that workers have cached."),
@@ -244,7 +263,12 @@ _add(
     "up",
     "Run the gateway and one worker: an endpoint in one command.",
     *_SERVING,
-    _option("--model", "Folder or Hugging Face name of an MLX model (default: a toy model)."),
+    _option(
+        "--model",
+        "Folder or Hugging Face name of an MLX model (default: a toy model).",
+        "MODEL",
+        type=_model,
+    ),
     run=_up,
 )
 _add(
@@ -291,12 +315,11 @@ _add(
     "errors",
     "Show the last requests that failed: of all keys with the admin key, else of your own.",
     _URL,
+    _AS_JSON,
 )
 
-_add(
-    "keys create",
-    "Create a key; its secret is shown only once.",
-    _argument("name", "Its owner."),
+_LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
+_TERMS = (
     _option("--team", "Usage is summed by team."),
     _option("--model models", "Allow only this model; repeatable.", multiple=True),
     _option("--pool pools", "Allow only this pool; repeatable.", multiple=True),
@@ -307,22 +330,39 @@ _add(
     ),
     _option(
         "--limit limits",
-        "requests_a_minute, tokens_a_minute, concurrent_requests or tokens_a_day; repeatable.",
+        f"{', '.join(_LIMITS[:-1])} or {_LIMITS[-1]}; repeatable.",
         "NAME=N",
         multiple=True,
         type=_limit,
     ),
     _option("--expires-in expires_at", "90m, 12h or 30d (default: never).", "TIME", type=_expiry),
+)
+_KEY = _argument("key", "Its name, or the id that `paceline keys list` shows.", "NAME")
+_add(
+    "keys create",
+    "Create a key; its secret is shown only once.",
+    _argument("name", "Its owner."),
+    *_TERMS,
     _URL,
     _AS_JSON,
 )
-_add("keys list", "List all keys, without their secrets.", _URL)
+_add("keys list", "List all keys, without their secrets.", _URL, _AS_JSON)
 _add(
-    "keys revoke",
-    "Revoke a key, and end its running requests.",
-    _argument("key_id", "The id that `paceline keys list` shows.", "ID"),
+    "keys edit",
+    "Change a key; what no option names stays.",
+    _KEY,
+    _option("--name", "A new name."),
+    *_TERMS,
+    _option(
+        "--clear",
+        "Set this back to its default; repeatable.",
+        multiple=True,
+        type=click.Choice(["team", "models", "pools", "priority", "expires_at", *_LIMITS]),
+    ),
     _URL,
 )
+_add("keys rotate", "Give a key a new secret, and refuse the old one.", _KEY, _URL, _AS_JSON)
+_add("keys revoke", "Revoke a key for good, and end its running requests.", _KEY, _URL)
 _add(
     "keys usage",
     "Show the usage of keys by day (UTC).",
@@ -330,8 +370,27 @@ _add(
     _option("--to last", "Like 2026-11-30 (default: today).", "DAY"),
     _URL,
     _option("--csv as_csv", "Print CSV.", is_flag=True),
+    _AS_JSON,
 )
 
+_WORKER = _argument("worker", "The id that `paceline workers list` shows.", "WORKER")
+_add("workers list", "List the workers, and who has cordoned them.", _URL, _AS_JSON)
+_add("workers cordon", "Let a worker get no new requests; running ones go on.", _WORKER, _URL)
+_add("workers uncordon", "Let a worker get requests again.", _WORKER, _URL)
+_add(
+    "workers drain",
+    "Cordon a worker, and wait until its requests have ended.",
+    _WORKER,
+    _option(
+        "--timeout timeout_s",
+        "The longest wait in seconds (default: 30).",
+        "N",
+        type=_whole_number,
+        default="30",
+    ),
+    _option("--move", "Let its streams go on at other workers.", is_flag=True),
+    _URL,
+)
 _add(
     "join-engine",
     "Add a running LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp.\n\nThe gateway "
@@ -368,7 +427,7 @@ _add(
     _URL,
     run=functools.partial(_run, "engines", "join"),
 )
-_add("engines list", "List those of the settings and those joined.", _URL)
+_add("engines list", "List those of the settings and those joined.", _URL, _AS_JSON)
 _add(
     "engines remove",
     "Remove an engine that was joined; its running requests continue.",
@@ -381,6 +440,7 @@ _add(
     "Empty the prefix caches of workers, in memory and on disk.",
     _argument("workers", "Their ids (default: all).", "[WORKER]...", nargs=-1),
     _URL,
+    run=functools.partial(_run, "workers", "clear_caches"),
 )
 
 _add(
@@ -400,7 +460,7 @@ _add(
     "policy diff", "Show what a policy would change, and which requests it would move.", _FILE, _URL
 )
 _add("policy apply", "Activate a policy.", _FILE, _option("--note", _NOTE, required=True), _URL)
-_add("policy history", "List the versions, the newest first.", _URL)
+_add("policy history", "List the versions, the newest first.", _URL, _AS_JSON)
 _add(
     "policy rollback",
     "Activate an earlier version again.",

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from rich.text import Text
 
 from gateway.cli import CommandError
-from gateway.cli.client import connect, plain_table, print_output
+from gateway.cli.client import connect, plain_table, print_answer, print_output
 
 _PATH = "/admin/v1/engines"
 
@@ -29,7 +29,7 @@ def join(
 ) -> int:
     """Join an engine, and show what the gateway has found there."""
     terms: dict[str, Any] = {
-        "url": engine_url,
+        "url": engine_url if "://" in engine_url else f"http://{engine_url}",
         "kind": kind,
         "id": engine_id,
         "models": _names(models),
@@ -51,7 +51,7 @@ def join(
     return print_output("\n".join(lines))
 
 
-def list_all(*, url: str) -> int:
+def list_all(*, url: str, as_json: bool) -> int:
     """List all engines."""
     answer = connect(url, admin=True).read("GET", _PATH)
     table = plain_table("Id", "Kind", "URL", "From", "Models", "Pools", "State", numbers=("Slots",))
@@ -62,7 +62,7 @@ def list_all(*, url: str) -> int:
             *(engine["id"], engine["kind"], engine["url"], engine["source"], names),
             *(", ".join(engine["pools"]), state, str(engine["slots"])),
         )
-    return print_output(table)
+    return print_answer(answer, table, as_json=as_json)
 
 
 def remove(*, engine_id: str, url: str) -> int:

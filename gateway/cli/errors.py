@@ -6,24 +6,26 @@ from datetime import datetime
 
 from rich.text import Text
 
-from gateway.cli.client import connect, plain_table, print_output
+from gateway.cli.client import connect, plain_table, print_answer, print_output
 
 
-def run(*, url: str) -> int:
+def run(*, url: str, as_json: bool) -> int:
     """Print the last errors, the newest first."""
     gateway, path = connect(url, admin=True), "/admin/v1/errors"
     if not gateway.has_key:
         gateway, path = connect(url), "/v1/errors"
     answer = gateway.read("GET", path)
-    if not answer["errors"]:
+    if not answer["errors"] and not as_json:
         return print_output("No request has failed lately.")
-    table = plain_table("Time", "Reason", "Model", "Worker", "Key", "Request")
+    zone = datetime.fromisoformat(answer["errors"][0]["time"]).astimezone().tzname()
+    table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key, from", "Request")
     for one in answer["errors"]:
         time = datetime.fromisoformat(one["time"]).astimezone()
-        reason = Text.assemble(one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
-        key = one["key_name"] or one["key"]
+        times = f"{one['count']} times: " if one["count"] > 1 else ""
+        reason = Text.assemble(times, one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
+        key = f"{one['key_name'] or one['key']} {one['address']}".strip()
         table.add_row(
             *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
             one["request_id"],
         )
-    return print_output(table)
+    return print_answer(answer, table, as_json=as_json)

@@ -10,20 +10,36 @@ from gateway.cli import CommandError
 from gateway.cli.client import connect, print_answer, read_text
 
 BECAUSE = {
-    "eligible": "the request can use drafts",
+    "eligible": "the request is greedy text",
+    "endpoint": "the request asks for vectors or for a ranking",
     "exact": "the answer must be exact",
     "media": "the request contains pictures, video, audio or files",
     "non_greedy_sampling": "temperature is {temperature}",
     "logits_processors": "a penalty, a bias or forbidden words change token scores",
     "logprobs": "the request asks for log probabilities",
     "multiple_choices": "n is {choices}",
-    "prompt_too_long": "the prompt is longer than the speculative lane accepts",
+    "prompt_too_long": "the prompt is longer than the lane text-mtp accepts",
     "no_mtp_worker": "no worker that can draft is available",
-    "mtp_not_paying": "drafts were measured to slow this lane down at its present load",
+    "mtp_not_paying": "the request is greedy text, though drafts do not pay at the present load",
     "head_unhealthy": "the MTP head failed its self-test, or kept failing",
     "policy": "route '{route}' of the policy says so",
     "spilled": "the preferred pool is full",
 }
+"""Why a request is sent where it is, by its reason."""
+KEPT_OUT = {
+    "endpoint": "vectors and rankings",
+    "exact": "exact answers",
+    "media": "pictures and other media",
+    "non_greedy_sampling": "temperature above 0",
+    "logits_processors": "changed token scores",
+    "logprobs": "log probabilities",
+    "multiple_choices": "several choices",
+    "prompt_too_long": "long prompts",
+    "no_mtp_worker": "no worker that drafts",
+    "mtp_not_paying": "drafts did not pay",
+    "head_unhealthy": "faulty MTP head",
+}
+"""Why requests get no drafts of the lane `text-mtp`, in a few words."""
 
 
 def run(*, request: str, url: str, as_json: bool) -> int:
@@ -53,7 +69,7 @@ def _place(candidate: Mapping[str, Any]) -> str:
 
 
 def _reason(reason: str, explanation: Mapping[str, Any]) -> str:
-    """Return all reasons against the speculative lane if one of them decided, else the one."""
+    """Return all reasons against the lane text-mtp if one of them decided, else the one."""
     bypass = explanation["bypass"]
     profile = explanation["profile"]
     clauses = (

@@ -15,13 +15,7 @@ from urllib.parse import quote
 from rich.console import Group
 from rich.text import Text
 
-from gateway.cli.client import (
-    Gateway,
-    connect,
-    plain_table,
-    print_output,
-    read_text,
-)
+from gateway.cli.client import Gateway, connect, plain_table, print_answer, print_output, read_text
 from paceline.terminal import printable
 
 _PATH = "/admin/v1/policy"
@@ -153,15 +147,15 @@ def _edit_headers(note: str, etag: str) -> dict[str, str]:
     }
 
 
-def history(*, url: str) -> int:
+def history(*, url: str, as_json: bool) -> int:
     """List the versions of the policy."""
-    table = plain_table("Version", "When", "By", "Reason", "Note", no_wrap=("Version", "When"))
-    versions = connect(url, admin=True).read("GET", f"{_PATH}/history")["versions"]
-    for index, version in enumerate(versions):  # the active one is first
+    table = plain_table("Version", "When", "By", "Reason", "Note")
+    answer = connect(url, admin=True).read("GET", f"{_PATH}/history")
+    for index, version in enumerate(answer["versions"]):  # the active one is first
         number = Text(str(version["number"]), style="" if index else "green")
         rest = (version[name] for name in ("time", "author", "reason", "note"))
         table.add_row(number, *map(Text, rest))
-    return print_output(table)
+    return print_answer(answer, table, as_json=as_json)
 
 
 def _mark(number: object, etag: str) -> str:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import connect, plain_table, print_json
+from gateway.cli import CommandError
+from gateway.cli.client import connect, plain_table, print_json, print_output
+from gateway.cli.explain import KEPT_OUT
 
 _LOAD = ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step")
+_RARE_LANES = frozenset(("embeddings", "rerank"))
+_KEYS_SHOWN = 8
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
@@ -30,17 +34,25 @@ _ABSENCES = {
 
 def run(*, url: str, as_json: bool) -> int:
     """Print the state of a gateway; return 0 if it is ready, else 1."""
-    state = connect(url).read("GET", "/v1/status")
+    gateway = connect(url)
+    state = gateway.read("GET", "/v1/status")
     if as_json:
         print_json(state)
     else:
-        Console(highlight=False).print(_render(state))
+        keys: Sequence[Mapping[str, Any]] = ()
+        with contextlib.suppress(CommandError):  # an older gateway
+            keys = gateway.read("GET", "/v1/usage").get("keys", ())
+        tables = _pools(state["pools"]), "", _workers(state["workers"])
+        print_output(*_lines(state), "", *tables, *_keys(keys))
     return 0 if state["gateway"]["ready"] else 1
 
 
-def _render(state: Mapping[str, Any]) -> Group:
-    """Draw pools above workers, each with the acceptance of its drafts."""
+def _lines(state: Mapping[str, Any]) -> list[Text]:
+    """Say what the gateway does, how drafts fare, and what is wrong."""
     lines = [_headline(state)]
+    if kept_out := state["decisions"]["bypass_counts"]:
+        named = ", ".join(f"{KEPT_OUT.get(one, one)} ({count})" for one, count in kept_out.items())
+        lines.append(Text(f"Without the drafts of text-mtp: {named}"))
     mtp = state["mtp"]
     if mtp["enabled"] and mtp["attempted"]:
         positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
@@ -58,22 +70,33 @@ def _render(state: Mapping[str, Any]) -> Group:
         if why:
             lines.append(Text(f"{what}: {why}", style="red"))
     lines += [line for name, one in state["workers"].items() for line in _trouble(name, one)]
-    pools = plain_table("Pool", "Workers", no_wrap=("Pool",), numbers=_LOAD)
-    for name, pool in state["pools"].items():
-        pools.add_row(name, str(len(pool["workers"])), *_load(pool))
-    return Group(*lines, "", pools, "", _workers(state["workers"]))
+    return lines
 
 
 def _headline(state: Mapping[str, Any]) -> Text:
     gateway = state["gateway"]
     word = "stopping" if gateway["stopping"] else "ready" if gateway["ready"] else "no worker"
-    reasons = state["decisions"]["bypass_counts"]
-    bypassed = ", ".join(f"{reason} {count}" for reason, count in reasons.items()) or "none"
     return Text.assemble(
         (word, "green" if word == "ready" else "yellow"),
-        f" for {gateway['uptime_s']:.0f} s, {gateway['requests_in_flight']} in flight, "
-        f"{state['decisions']['total']} routed; bypassed the speculative lane: {bypassed}",
+        f", up for {_duration(gateway['uptime_s'])}; {gateway['requests_in_flight']} in flight, "
+        f"{state['decisions']['total']} routed",
     )
+
+
+def _duration(seconds: float) -> str:
+    """Return a time with the largest unit that it has twice."""
+    units = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+    size, unit = next((one for one in units if seconds >= 2 * one[0]), units[-1])
+    return f"{seconds / size:.0f} {unit}"
+
+
+def _pools(pools: Mapping[str, Any]) -> Table:
+    table = plain_table("Pool", "Workers", numbers=_LOAD)
+    for name, pool in pools.items():
+        # Most fleets have no embedder and no reranker, and the shipped policy has pools for both.
+        if pool["workers"] or pool["requests"] or not _RARE_LANES.issuperset(pool["lanes"]):
+            table.add_row(name, str(len(pool["workers"])), *_load(pool))
+    return table
 
 
 def _trouble(name: str, worker: Mapping[str, Any]) -> list[Text]:
@@ -97,15 +120,28 @@ def _trouble(name: str, worker: Mapping[str, Any]) -> list[Text]:
 
 
 def _workers(workers: Mapping[str, Any]) -> Table:
-    table = plain_table("Worker", "Lane", no_wrap=("Lane",), numbers=_LOAD)
+    table = plain_table("Worker", "Lane", numbers=_LOAD)
     for name, worker in workers.items():
         state = Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red"))
-        # The name is in the row of the first lane, the model in that of the second.
-        labels = [Text.assemble(name, " ", state), Text(worker["model"], style="dim")]
-        rows = [(lane_name, *_load(lane)) for lane_name, lane in worker["lanes"].items()]
-        for label, row in itertools.zip_longest(labels, rows, fillvalue=()):
-            table.add_row(label or "", *row)
+        label = Text.assemble(name, " ", state, "\n", (worker["model"], "dim"))
+        lanes = [(lane_name, *_load(lane)) for lane_name, lane in worker["lanes"].items()]
+        table.add_row(label, *map("\n".join, zip(*lanes, strict=True)))
     return table
+
+
+def _keys(keys: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
+    """Draw the keys that use most, if any was used in the last hour."""
+    if not keys:
+        return
+    table = plain_table("Key, last minute / hour", numbers=("Now", "Requests", "Tokens", "Waited"))
+    for key in keys[:_KEYS_SHOWN]:
+        minute, hour = key["last_minute"], key["last_hour"]
+        counts = (f"{minute[name]} / {hour[name]}" for name in ("requests", "tokens"))
+        waited = f"{minute['waited_ms'] / 1000:.0f} / {hour['waited_ms'] / 1000:.0f} s"
+        name = key["name"] or key["key"] or "without a key"
+        table.add_row(name, str(key["running"]), *counts, waited)
+    yield ""
+    yield table
 
 
 def _load(lane: Mapping[str, Any]) -> tuple[str, ...]:

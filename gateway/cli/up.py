@@ -24,10 +24,10 @@ from gateway import event_loop
 from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import local_url, secret_source
+from gateway.config.startup_checks import local_url, network_url, secret_source
 from gateway.server import Listening, settle_interpreter
 from gateway.server import serve as serve_gateway
-from paceline.addresses import base_url, is_loopback
+from paceline.addresses import is_loopback
 from paceline.lifecycle import Shutdown
 from paceline.names import name_of_host
 from paceline.protocol import StartProgress
@@ -52,7 +52,7 @@ Admin page: {admin_page}
 """
 _JOIN = """\
 Another Mac joins with
-    {command} worker --join {address} --token {token} --model NAME"""
+    PACELINE_JOIN_TOKEN={token} {command} worker --join {address} --model NAME"""
 _OPEN_UNKEYED = """\
 So far this machine alone can use it. To use more Macs:
   1. Create an API key; all clients need one from then on:
@@ -206,10 +206,7 @@ class _WorkerRunner:
         command = "paceline" if named else os.path.relpath(sys.argv[0])
         messages = [{"role": "user", "content": _QUESTION}]
         body = {"model": model, "temperature": 0, "messages": messages}
-        host = self.given.host
-        every = self._local_address != base_url(host, self._port)
-        # Other machines reach it there.
-        address = base_url(_network_host() if every else host, self._port)
+        address = network_url(self.given.host, self._port)
         # The commands that follow find this gateway, and a restart serves the same model.
         own_port = self.given.port != Settings.model_fields["port"].default
         at = f" --url {self._local_address}" if own_port else ""
@@ -252,13 +249,3 @@ async def _wait_until_joined(client: httpx.AsyncClient, name: str, worker_url: s
             if response.is_success and response.json()["url"] == worker_url:
                 return str(response.json()["cordoned_by"])
         await asyncio.sleep(_JOIN_POLL_S)
-
-
-def _network_host() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # Sends nothing: connecting a datagram socket only picks the interface.
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return socket.gethostname()
-        return str(probe.getsockname()[0])

@@ -17,13 +17,28 @@ from paceline.settings import InvalidSettings, load_layered
 def _origin(value: str) -> str:
     if not _ORIGIN.fullmatch(value):
         raise ValueError("must be an origin such as https://app.example.com, without a path")
+    if _DEFAULT_PORT.fullmatch(value):
+        raise ValueError(f"'{value}' never matches: browsers leave the default port out")
     return value
+
+
+def _host(value: str) -> str:
+    name = value.lower().removesuffix(".")
+    if not _HOST.fullmatch(name):
+        raise ValueError(
+            f"'{value[:100]}' is no host name like paceline.example.com, without '*', scheme, port "
+            "and path"
+        )
+    return name
 
 
 # Desktop apps and extensions of browsers have schemes of their own, such as `chrome-extension`.
 _ORIGIN = re.compile(
     r"[a-z][a-z0-9+.-]{0,31}://([a-z0-9.-]{1,253}|\[[0-9a-f:]{2,45}\])(:[0-9]{1,5})?"
 )
+_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
+_HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?|[0-9a-f]{0,4}:[0-9a-f:.]{1,43}")
+Host = Annotated[str, AfterValidator(_host)]
 Origin = Annotated[str, AfterValidator(_origin)]
 
 
@@ -44,7 +59,7 @@ class Settings(BaseSettings):
     admin_host: str = "127.0.0.1"
     admin_port: int | None = Field(default=None, ge=0, le=65535)
     """A separate port for the admin API; None serves it on `port`."""
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    allowed_hosts: Annotated[tuple[Host, ...], NoDecode] = ()
     """Host names that clients may use, besides addresses and the names of this machine."""
     allowed_origins: Annotated[tuple[Origin, ...], NoDecode] = Field(default=(), max_length=64)
     """Origins of web pages that may use the data plane in a browser, such as https://example.com."""

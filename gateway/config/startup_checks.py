@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import itertools
 import secrets
+import socket
+import struct
+import sys
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -13,8 +18,8 @@ from pydantic import SecretStr
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
 from gateway.state.records import exclusive_writer, replace_file
-from gateway.types import fits_header
-from paceline.addresses import base_url, is_loopback
+from gateway.types import header_problem
+from paceline.addresses import WILDCARDS, base_url, is_loopback
 from paceline.private_files import NotPrivate, check_private, make_private
 
 StoredSecret = Literal["join_token", "admin_key"]
@@ -48,8 +53,8 @@ def check_secrets(settings: Settings) -> None:
     }
     given = {name: one.get_secret_value() for name, one in by_name.items() if one is not None}
     for name, secret in given.items():
-        if not fits_header(secret):
-            raise StartupError(f"{name} contains characters that an HTTP header cannot carry.")
+        if problem := header_problem(secret):
+            raise StartupError(f"{name} {problem}.")
         beyond = not (is_loopback(settings.host) and is_loopback(settings.admin_host))
         if beyond and name in _TYPED and len(secret) < _LEAST_CHARS:
             raise StartupError(
@@ -128,6 +133,27 @@ def secret_source(given: Settings, name: StoredSecret) -> str:
 def local_url(host: str, port: int) -> str:
     """Return the address that reaches the gateway from this machine: no wildcard."""
     return base_url(_LOOPBACK_OF.get(host, host), port)
+
+
+def network_url(host: str, port: int) -> str:
+    """Return the address by which other machines reach the gateway."""
+    return base_url(_network_host() if host in WILDCARDS else host, port)
+
+
+def _network_host() -> str:
+    """Return the address of this machine on the way to others, or else any that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):  # without a default route
+            # Sends nothing: connecting a datagram socket only picks the interface.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        request = 0xC0206921 if sys.platform == "darwin" else 0x8915  # SIOCGIFADDR
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                told = fcntl.ioctl(probe, request, struct.pack("256s", name.encode()[:15]))
+                if not is_loopback(address := socket.inet_ntoa(told[20:24])):
+                    return address
+    return socket.gethostname()
 
 
 def is_address(host: str) -> bool:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gateway.errors import StartupError
-from gateway.types import MAX_ENGINE_MODELS, EngineKind, fits_header
+from gateway.types import MAX_ENGINE_MODELS, EngineKind, header_problem
 from paceline.addresses import BaseUrl
-from paceline.names import Label, ModelName, Name
+from paceline.names import Label, Name, OneModel
 from paceline.protocol import MAX_LABELS, MAX_LANES
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class StaticWorker(BaseModel):
     url: BaseUrl
     """Base URL of its API, with or without the trailing /v1."""
     models: Annotated[
-        tuple[ModelName, ...] | dict[ModelName, ModelName], Field(max_length=MAX_ENGINE_MODELS)
+        tuple[OneModel, ...] | dict[OneModel, OneModel], Field(max_length=MAX_ENGINE_MODELS)
     ] = ()
     """Those of its models to serve, by the names that the engine itself uses, or a map from names
     for clients to these; empty: all that it lists."""
@@ -74,10 +74,9 @@ def read_worker_key(worker: StaticWorker, environment: Mapping[str, str]) -> str
             f"The worker '{worker.id}' needs an API key in the environment variable "
             f"{worker.api_key_env}, which is not set."
         )
-    if not fits_header(key):
+    if problem := header_problem(key):
         raise StartupError(
-            f"{worker.api_key_env}, the API key of the worker '{worker.id}', contains "
-            "characters that an HTTP header cannot carry."
+            f"{worker.api_key_env}, the API key of the worker '{worker.id}', {problem}."
         )
     return key
 

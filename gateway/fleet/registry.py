@@ -118,7 +118,7 @@ class WorkerRegistry:
         """
         self._check_count(report)
         worker = self._workers.get(report.worker_id)
-        if worker is not None and self._is_taken(worker, report, self._backend):
+        if worker is not None and _is_taken(worker, report.boot_id, report.url, self._backend):
             raise WorkerIdTaken
         return report.ready and (
             worker is None
@@ -128,6 +128,13 @@ class WorkerRegistry:
             or bool(worker.problem)
             or worker.breaker.unreachable
         )
+
+    def check_id(self, worker_id: str, url: str) -> None:
+        """Raise `WorkerIdTaken` if a live worker at another URL has this id."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and _is_taken(worker, "", url, self._backend):
+            self.record_rival(worker_id, url)
+            raise WorkerIdTaken
 
     def record_rival(self, worker_id: str, url: str) -> None:
         """Record, and log, that another worker than the live one asks for its id."""
@@ -430,7 +437,7 @@ class WorkerRegistry:
         """
         backend = backend or self._backend
         worker = self._workers.get(report.worker_id)
-        if worker is not None and self._is_taken(worker, report, backend):
+        if worker is not None and _is_taken(worker, report.boot_id, report.url, backend):
             return None
         if (
             worker is not None
@@ -505,14 +512,6 @@ class WorkerRegistry:
             log.error("fleet.full workers=%d rejected=%s", joined, report.worker_id)
         raise TooManyWorkers
 
-    def _is_taken(self, worker: WorkerState, report: WorkerReport, backend: Engine) -> bool:
-        """Return whether the id of a report belongs to this live worker, which is another one."""
-        same = (worker.report.boot_id, worker.report.url)
-        # A heartbeat of the id of a static worker must not get the key of that worker.
-        if worker.backend is backend and (report.boot_id == same[0] or report.url == same[1]):
-            return False
-        return not worker.problem and worker.is_live
-
     def _has_free_slot(self, worker: WorkerState, lane: str, *, ejected: bool) -> bool:
         if worker.occupied(lane) >= worker.slots.get(lane, 0) or worker.cordoned:
             return False
@@ -562,6 +561,15 @@ class WorkerRegistry:
 def is_local(report: WorkerReport) -> bool:
     """Return whether only this machine reaches a worker."""
     return is_loopback(urlsplit(report.url).hostname or "")
+
+
+def _is_taken(worker: WorkerState, boot_id: str, url: str, backend: Engine) -> bool:
+    """Return whether the id of this live worker is not free for a worker of this boot and URL."""
+    report = worker.report
+    # A heartbeat of the id of a static worker must not get the key of that worker.
+    if worker.backend is backend and (report.boot_id == boot_id or report.url == url):
+        return False
+    return not worker.problem and worker.is_live
 
 
 def _same_address(one: WorkerReport, other: WorkerReport) -> bool:

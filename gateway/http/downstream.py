@@ -89,10 +89,10 @@ class DownstreamProtocol(BoundedProtocol):
         if self.writer is not None:
             self.writer.check(now_s)
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Create the writer of the response, then start the request."""
         self.writer = ResponseWriter(cycle, self._buffered.write_now)
-        super()._start_asgi_task(cycle, app)
+        super()._start(cycle, app)
 
 
 class EventWriter:
@@ -193,6 +193,10 @@ class ResponseWriter(EventWriter):
         self.on_write_paused = on_write_paused
         if not self.started:
             self._stream_headers = self._with_own(headers)
+        if self._scope["method"] == "HEAD":
+            self.send_head()
+            self._complete()
+            raise ClientDisconnected  # it waits for nothing else
 
     def open_early(self, headers: Iterable[Header], piece: bytes) -> None:
         """Send the head and a piece of a stream that no worker has begun."""
@@ -425,6 +429,17 @@ def in_pieces(send: Send) -> Send:
         await send({**message, "body": b""})
 
     return send_pieces
+
+
+def head_of(send: Send) -> Send:
+    """Return what sends the head of a response and ends it there."""
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await send(message)
+            await send({"type": "http.response.body"})
+
+    return send_head
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:

@@ -37,6 +37,10 @@ with its frame, and returns whether it did."""
 HEAD_LIMIT_BYTES = 64 * 1024
 # What may be buffered for a client that reads slowly, before the worker is paused.
 _BUFFER_LIMIT_BYTES = 64 * 1024
+# A stream that brings more at once takes turns with others that do, with pauses as long as turns:
+# uvloop would read 8 MB of each such stream in one iteration of its loop.
+TURN_BYTES = 16 * 1024
+TURN_S = 0.001
 _SWITCHING, _OK = 101, 200
 # The part of a response that comes next; each access to a member of an enum would take 120 ns.
 _HEAD, _BODY, _END = 0, 1, 2
@@ -91,6 +95,7 @@ class ConnectionPool:
         self._idle: defaultdict[_Address, deque[tuple[float, UpstreamConnection]]]
         self._idle = defaultdict(deque)
         self._open: WeakSet[UpstreamConnection] = WeakSet()
+        self._waiting: deque[UpstreamConnection] = deque()
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -145,7 +150,7 @@ class ConnectionPool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 transport, connection = await self._loop.create_connection(
-                    lambda: UpstreamConnection(self._loop, keep),
+                    lambda: UpstreamConnection(self._loop, keep, self._wait_for_turn),
                     address.host,
                     address.port,
                     ssl=certificate_authorities() if address.tls else None,
@@ -171,6 +176,22 @@ class ConnectionPool:
             if connection.silent_s(now_s) >= silent_s and connection.url.startswith(silent_urls):
                 log.warning("attempt.silent url=%s", connection.url)
                 connection.end(ReadTimeout("the worker sends neither bytes nor heartbeats"))
+
+    def _wait_for_turn(self, connection: UpstreamConnection) -> None:
+        if not self._waiting:
+            self._loop.call_later(TURN_S, self._next_turn)
+        self._waiting.append(connection)
+
+    def _next_turn(self) -> None:
+        """Let the first one take its turn, and the next one after a pause that is as long."""
+        began_s = time.monotonic()
+        try:
+            self._waiting[0].take_turn()
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                pause_s = max(TURN_S, time.monotonic() - began_s)
+                self._loop.call_later(pause_s, self._next_turn)
 
     def _take_idle(self, address: _Address) -> UpstreamConnection | None:
         """Return the connection used last, if one is open and not idle for too long."""
@@ -207,14 +228,22 @@ _CHUNK_STARTS = _chunk_starts(4096)
 class UpstreamConnection(asyncio.Protocol):
     """A connection for one request at a time, and the response to it as it comes in.
 
-    `on_free` is called when the connection is idle again.
+    `on_free` is called when the connection is idle again, `on_flood` when it waits for its turn.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, on_free: Callable[[UpstreamConnection], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_free: Callable[[UpstreamConnection], None],
+        on_flood: Callable[[UpstreamConnection], object],
     ) -> None:
         self._loop = loop
         self._on_free = on_free
+        self._on_flood = on_flood
+        self._reading = True
+        self._rest = b""
+        """What was read and waits for its turn."""
+        self._queued = False
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._error: ConnectionLost | None = None
@@ -314,16 +343,38 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause(self, paused: bool) -> None:
         """Pause or resume reading; a pause does not count as a wait for the worker."""
-        if paused is self._paused or self._error is not None:
+        if paused is not self._paused:
+            self._paused = paused
+            self._set_reading()
+
+    def take_turn(self) -> None:
+        """Take in what was read, for as long as one turn may take, and read again behind it."""
+        until_s = time.monotonic() + TURN_S  # uvloop's own time is that of the iteration
+        try:
+            while self._rest and self._error is None and not self._paused:
+                rest, self._rest = self._rest, b""
+                self.data_received(rest)
+                if time.monotonic() >= until_s:
+                    break
+        finally:
+            self._queued = False
+            self._set_reading()
+
+    def _set_reading(self) -> None:
+        """Read, unless the reader has paused or what was read waits for its turn."""
+        if self._error is not None:
             return
-        self._paused = paused
-        if paused:
+        if self._rest and not (self._paused or self._queued):
+            self._queued = True
+            self._on_flood(self)
+        reading = not (self._paused or self._rest)
+        if not reading:
             self._waits_since_s = _NEVER_S
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
-            if self._waiter is not None:
-                self._waits_since_s = self._loop.time()
+        elif self._waiter is not None:
+            self._waits_since_s = self._loop.time()
+        if reading is not self._reading:
+            self._reading = reading
+            (self._transport.resume_reading if reading else self._transport.pause_reading)()
 
     def set_read_timeout(self, seconds: float) -> None:
         """Limit each wait for new bytes from now on."""
@@ -336,7 +387,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._busy = False
         unsent = self._transport.get_write_buffer_size()
         ended = self._phase == _END
-        if ended and self._keep_alive and self._error is None and not unsent:
+        if ended and self._keep_alive and self._error is None and not (unsent or self._rest):
             self.pause(False)  # the end may have come while reading was paused
             self.used = True
             self._on_free(self)
@@ -386,6 +437,12 @@ class UpstreamConnection(asyncio.Protocol):
             if chunk_sink(data):
                 return
         self.received = True
+        if self._rest:
+            self._rest += data
+            return
+        turn_bytes = TURN_BYTES if self._sink is not None else _BUFFER_LIMIT_BYTES
+        if len(data) > turn_bytes and (self._sink is not None or self._phase == _HEAD):
+            data, self._rest = data[:turn_bytes], data[turn_bytes:]
         if self._phase == _HEAD:
             self._head_bytes += len(data)
         invalid = None
@@ -400,12 +457,17 @@ class UpstreamConnection(asyncio.Protocol):
         if invalid is not None:
             self._fail(ConnectionLost(invalid))
             self._transport.abort()
+        elif self._rest:
+            self._set_reading()
 
     def eof_received(self) -> None:
         """Let the transport close: nothing more will come from the worker."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the response; it is complete only if its end is that of the connection."""
+        while self._rest and self._error is None:  # TLS tells the end also while nobody reads
+            rest, self._rest = self._rest, b""
+            self.data_received(rest)
         if self._busy and self._phase == _BODY and not self._framed and exc is None:
             self._phase = _END  # HTTP/1.0: the end of the connection ends the response
         why = f"the connection broke: {exc!r}" if exc else "the worker closed the connection"
@@ -482,7 +544,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
-        if not self._paused:
+        if self._reading:
             self._waits_since_s = self._loop.time()
         try:
             await self._waiter

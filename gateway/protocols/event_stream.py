@@ -33,6 +33,7 @@ _CALLS = CALLS.encode()
 _CONTENT = ("content", "reasoning_content", "tool_calls", "refusal")
 # More than any worker drafts at once.
 _DRAFT_LIMIT = MAX_DRAFT_TOKENS + 1
+_SLOWEST_TOKEN_MS = 1e6
 
 
 def fact_pattern(*more_keys: str) -> re.Pattern[bytes]:
@@ -372,6 +373,11 @@ class AnswerReader:
         details = usage.get("prompt_tokens_details")
         details = details if isinstance(details, dict) else {}
         cached = details.get("cached_tokens")
+        metrics = answer.get("metrics")
+        token_ms = metrics.get("mean_itl_ms") if isinstance(metrics, dict) else None
+        token_s = None
+        if isinstance(token_ms, int | float) and 0 < token_ms < _SLOWEST_TOKEN_MS:
+            token_s = token_ms / 1000
         return Usage(
             prompt_tokens=_count(usage.get("prompt_tokens")),
             completion_tokens=_count(usage.get("completion_tokens")),
@@ -379,6 +385,7 @@ class AnswerReader:
             cached_known=cached is not None,
             written_tokens=_count(details.get("cache_write_tokens")),
             system_tokens=_count(details.get("system_tokens")),
+            token_s=token_s,
         )
 
     @staticmethod

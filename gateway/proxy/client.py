@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from starlette.types import Scope
 
 from gateway.auth.api_keys import ApiKey
+from gateway.config.startup_checks import is_address
 from gateway.errors import FieldInvalid
 from gateway.http.downstream import header
 from gateway.types import Caller
@@ -33,6 +34,20 @@ def read_caller(scope: Scope, policy: PolicyDocument, api_key: ApiKey) -> Caller
         return api_key.caller._replace(priority=Priority(priority))
     allowed = ", ".join(permitted) or "nothing"
     raise FieldInvalid(f"'{PRIORITY_HEADER}' must be one of: {allowed}.", param=PRIORITY_HEADER)
+
+
+def peer_address(scope: Scope) -> str:
+    """Return the address of the connection; empty if it is unknown."""
+    address: str = (scope.get("client") or ("", 0))[0]
+    return address.removeprefix("::ffff:")
+
+
+def client_address(scope: Scope) -> str:
+    """Return where a request comes from, for people: a client may claim to be a proxy."""
+    forwarded = (header(scope, b"x-forwarded-for") or b"").decode("latin-1")
+    origin, peer = forwarded.rpartition(",")[2].strip(), peer_address(scope)
+    # Behind a '%' an address may have any text.
+    return f"{origin} through {peer}" if is_address(origin) and "%" not in origin else peer
 
 
 def read_attributes(

@@ -117,6 +117,8 @@ class RequestContext:
     drafts: Drafts | None = None
     outcome: Outcome = Outcome.COMPLETED
     error: GatewayError | None = None
+    address: str = ""
+    """The address of the client, once there is an error."""
 
     @property
     def checked(self) -> Inspected:
@@ -226,14 +228,18 @@ class RequestContext:
         """Return the record of the request, which ends now."""
         error, self.error = self.error, None  # its traceback holds this context, and the body
         left = self.outcome is Outcome.CLIENT_LEFT
-        first_s, token_s, tokens = self.first_token_at_s, None, self.usage.completion_tokens
-        if self.outcome is Outcome.COMPLETED and first_s is not None and tokens > 1:
+        first_s, tokens = self.first_token_at_s, self.usage.completion_tokens
+        # Of the worker if it tells one: its last tokens may arrive at once.
+        completed = self.outcome is Outcome.COMPLETED
+        token_s = self.usage.token_s if completed else None
+        if completed and token_s is None and first_s is not None and tokens > 1:
             token_s = (now_s - first_s) / (tokens - 1)
         return RequestRecord(
             request_id=self.request_id,
             outcome=self.outcome,
             status=error.status if error else _CLIENT_CLOSED_REQUEST if left else _OK,
             seconds=now_s - self.began_s,
+            address=self.address,
             code=error.counted_as if error else "",
             reason=error.reason if error else "",
             profile=self.inspected and self.inspected.profile,

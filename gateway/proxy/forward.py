@@ -354,7 +354,6 @@ class Forwarder:
             context.profile.stream
             and lease.state.backend.continues_streams
             and context.policy.retries.per_request > 0
-            and not context.profile.exact  # another worker would read the answer in one pass
             and size_of(context.encoded) <= _FAILOVER_LIMIT_BYTES
             and lease.state.report.fingerprint
         )

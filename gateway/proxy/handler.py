@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ from gateway.protocols.base import renamed
 from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
 from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.proxy.billing import TokenReservation, default_max_tokens, estimate
-from gateway.proxy.client import read_attributes, read_caller
+from gateway.proxy.client import client_address, peer_address, read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
@@ -135,10 +136,11 @@ class ProxyHandler:
             context.disconnect()
             raise
         except errors.GatewayError as error:
+            context.address = client_address(scope)
             if context.begun and isinstance(error, errors.ShuttingDown):
                 error = errors.Interrupted()
             await self._fail(context, writer, error, context.route_headers())
-        except Exception:
+        except Exception:  # whatever a defect of ours raises: the client gets an error of its wire
             log.exception("request.broken request=%s", context.request_id)
             await self._fail(context, writer, errors.GatewayError(), [])
         finally:
@@ -165,7 +167,9 @@ class ProxyHandler:
                 api_key = gateway.api_keys.authenticate(
                     header(scope, b"authorization"), header(scope, b"x-api-key")
                 )
-            except errors.KeyRefused:
+            except errors.KeyRefused as refused:
+                if isinstance(refused, errors.EndedKeyRefused):
+                    context.caller = Caller(key=refused.key)
                 self.load.end()  # a guess that waits takes no place of a request
                 try:
                     await self.slow_guesses(scope)
@@ -189,6 +193,10 @@ class ProxyHandler:
         cancel_scope.limit(time_s, errors.RequestTooLong)
         context.body_read_s = gateway.clock()
         return body
+
+    def running_by_key(self) -> Counter[str]:
+        """Return the running and waiting requests of each key."""
+        return Counter(context.caller.key for context in self._contexts.values())
 
     def _make_room(self, client: str) -> bool:
         """Reject a request that no worker has begun in favour of a client with fewer."""
@@ -263,8 +271,7 @@ class ProxyHandler:
     async def slow_guesses(self, scope: Scope) -> None:
         """Wait before the refusal of a wrong secret; a right one never waits."""
         if header(scope, b"authorization") or header(scope, b"x-api-key"):
-            address, _ = scope.get("client") or ("", 0)
-            await asyncio.sleep(self._secret_pacer.delay_s(address))
+            await asyncio.sleep(self._secret_pacer.delay_s(peer_address(scope)))
 
     async def _fail(
         self,

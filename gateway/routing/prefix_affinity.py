@@ -3,7 +3,7 @@
 A worker caches what it has read and answers the next turn of a conversation, or the next request
 with the same system prompt, much sooner. What is cached where is a claim: made when a request is
 sent, confirmed or dropped by the `cached_tokens` of its response and by the worker's reports, and
-void after the worker's boot.
+void after the worker's boot. It lasts as long as reports confirm it, and a time beyond that.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ class PrefixIndex:
         if expected.kept and (not cached or _is_far_less(cached, expected.tokens)):
             # It keeps less than it reads, so it will not keep this prompt either.
             kept_bytes = cached * _BYTES_PER_TOKEN
-            self._withdraw([end for end in prefix.ends if end.size_bytes > kept_bytes], boot)
+            lost = [end for end in prefix.ends if end.size_bytes > kept_bytes]
+            self._withdraw(lost, boot, _EVICTED)
             return EVICTED
         self._learn(ends[0], boot, usage.prompt_tokens)
         if cached and expected.kept:
@@ -194,9 +195,14 @@ class PrefixIndex:
         boot = (report.worker_id, report.boot_id)
         before, evicted_before = self._reported.get(boot, (_NO_KEYS, _NO_KEYS))
         now, evicted = frozenset(report.prefixes), frozenset(report.evicted_prefixes)
-        if (now, evicted) == (before, evicted_before) or not self._rules.max_workers:
+        if not self._rules.max_workers:
             return
         number, until_s = self._number(boot), self._clock() + self._rules.ttl_s
+        for key in (*report.prefixes, *report.held_prefixes):
+            if (raw := _parse_key(key)) is not None and self._needs_claim(raw, number, until_s):
+                self._claim(raw, number, 0, until_s)
+        if (now, evicted) == (before, evicted_before):
+            return
         for key in now - before:
             if (raw := _parse_key(key)) is not None:
                 self._claim(raw, number, 0, until_s)
@@ -207,6 +213,19 @@ class PrefixIndex:
         self._reported.move_to_end(boot)
         if len(self._reported) > _MAX_REPORTED_BOOTS:
             self._reported.popitem(last=False)
+
+    def _needs_claim(self, key: bytes, number: int, until_s: float) -> bool:
+        """Return whether a confirmed claim is missing, or ends soon.
+
+        A claim that a response has disproved is not made again before its time has ended.
+        """
+        now_s, others = self._clock(), 0
+        for other, tokens, other_until_s in self._claims.get(key):
+            if other == number and other_until_s > now_s:
+                ends_soon = other_until_s < until_s - self._rules.ttl_s / 2
+                return tokens != _EVICTED and ends_soon
+            others += other != number and other_until_s > now_s
+        return others < self._rules.max_workers
 
     def take_pending(self) -> tuple[PrefixClaim, ...]:
         """Return the latest claims that other gateways have not received."""
@@ -306,10 +325,12 @@ class PrefixIndex:
         self._claims.set(key, others)
         return tokens
 
-    def _withdraw(self, ends: Sequence[PrefixEnd], boot: WorkerBoot) -> None:
-        """Drop claims, here and at other gateways."""
+    def _withdraw(
+        self, ends: Sequence[PrefixEnd], boot: WorkerBoot, left: int | None = None
+    ) -> None:
+        """Drop claims, here and at other gateways; `left` stays here in their place."""
         number = self._number(boot)
-        dropped = [end.key.hex() for end in reversed(ends) if self._change(end.key, number, None)]
+        dropped = [end.key.hex() for end in reversed(ends) if self._change(end.key, number, left)]
         if dropped:
             self._publish(PrefixClaim(tuple([(key, 0) for key in dropped]), *boot, 0.0))
 

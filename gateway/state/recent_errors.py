@@ -7,14 +7,18 @@ entry of the stream has the age of its error, so that the clocks of two gateways
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.errors import EndedKeyRefused
 from gateway.state.redis import RedisClient
 from gateway.state.shared_stream import SharedStream
+
+log = logging.getLogger(__name__)
 
 MAX_ERRORS = 100
 MAX_TEXT_CHARS = 300
@@ -22,58 +26,84 @@ _Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 
 
 class ErrorRecord(BaseModel):
-    """One request that ended in an error."""
+    """One request that ended in an error, or the last of several that ended alike."""
 
     model_config = ConfigDict(frozen=True)
 
     unix_s: Annotated[float, Field(ge=0, le=1e11)]
+    count: Annotated[int, Field(ge=1, le=1 << 53)] = 1
     request_id: _Text
     key: _Text
     """The id of the API key; empty without one."""
-    model: _Text
+    model: _Text = ""
     """Empty if the request was rejected before its model was known."""
-    worker_id: _Text
+    worker_id: _Text = ""
     """The worker that had the request last; empty if none had it."""
     status: Annotated[int, Field(ge=100, le=599)]
     code: _Text
     reason: _Text
     """A sentence without text of the request."""
+    address: _Text = ""
+    """The address of the client, or of the proxy in front; empty if it is unknown."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what errors that end alike have in common."""
+        place = self.key, self.model, self.worker_id, self.address
+        return (*place, self.status, self.code, self.reason)
+
+
+_Folded = dict[tuple[object, ...], ErrorRecord]
 
 
 class RecentErrors:
-    """The last errors, at most `MAX_ERRORS`.
+    """The last errors, at most `MAX_ERRORS`; those that end alike are one, with their count.
 
     A new one replaces the oldest of those with the most frequent key and code, so that a client
     that repeats a request hides neither a crash nor the errors of another key.
     """
 
     def __init__(self) -> None:
-        self._records: list[ErrorRecord] = []
-        self._pending: deque[ErrorRecord] = deque(maxlen=MAX_ERRORS)
+        self._records: _Folded = {}
+        self._pending: _Folded = {}
 
     def add(self, record: ErrorRecord) -> None:
         """Add an error of this gateway."""
-        self._pending.append(record)
-        self.merge(record)
+        if record.code == EndedKeyRefused.counted_as and not self.of_ended_key(record.key):
+            log.warning("key.ended_in_use key=%s address=%r", record.key, record.address)
+        _fold(self._pending, record)
+        _fold(self._records, record)
 
     def merge(self, record: ErrorRecord) -> None:
         """Add an error of another gateway."""
-        self._records.append(record)
-        if len(self._records) > MAX_ERRORS:
-            counts = Counter((one.key, one.code) for one in self._records)
-            ((key, code), _), *_ = counts.most_common(1)
-            alike = [one for one in self._records if (one.key, one.code) == (key, code)]
-            self._records.remove(min(alike, key=lambda one: one.unix_s))
+        _fold(self._records, record)
 
     def take_pending(self) -> list[ErrorRecord]:
         """Return the last errors of this gateway since the last call, for other gateways."""
-        pending = list(self._pending)
-        self._pending.clear()
-        return pending
+        pending, self._pending = self._pending, {}
+        return list(pending.values())
 
     def newest_first(self) -> list[ErrorRecord]:
         """Return all errors."""
-        return sorted(self._records, key=lambda one: one.unix_s)[::-1]
+        return sorted(self._records.values(), key=lambda one: one.unix_s)[::-1]
+
+    def of_ended_key(self, key: str) -> list[ErrorRecord]:
+        """Return the refusals of a key that has ended."""
+        code = EndedKeyRefused.counted_as
+        return [one for one in self._records.values() if (one.key, one.code) == (key, code)]
+
+
+def _fold(records: _Folded, record: ErrorRecord) -> None:
+    """Add an error to bounded ones, as the newest of those that ended alike."""
+    if before := records.pop(record.kind, None):
+        newest = max(before, record, key=lambda one: one.unix_s)
+        record = newest.model_copy(update={"count": before.count + record.count})
+    records[record.kind] = record
+    if len(records) > MAX_ERRORS:
+        counts = Counter((one.key, one.code) for one in records.values())
+        ((key, code), _), *_ = counts.most_common(1)
+        alike = [one for one in records.values() if (one.key, one.code) == (key, code)]
+        del records[min(alike, key=lambda one: one.unix_s).kind]
 
 
 # More than a gateway keeps: a gateway that starts reads errors of more than one key and code.

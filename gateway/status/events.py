@@ -61,7 +61,7 @@ class StatusFeed:
             pass
         except GatewayError as error:
             await writer.fail(error)
-        except Exception:
+        except Exception:  # whatever a defect of ours raises: the feed ends with an error
             log.exception("status_feed.failed")
             await writer.fail(GatewayError())
         finally:

@@ -118,9 +118,9 @@ class Recent(StatusModel):
     first_token_s: Percentiles
     """From the complete request body to the first content; streams only."""
     token_s: Percentiles
-    """Seconds per token after the first one; streams only."""
+    """Seconds per token after the first one: at the worker, or of a stream as it comes."""
     request_tokens_per_s: Percentiles
-    """Tokens per second after the first one, as one client sees them; streams only."""
+    """Tokens per second of one answer after its first token, by the same times."""
     wait_s: Percentiles
     """Time in the queue, of requests that had to wait for a slot."""
     duration_s: Percentiles
@@ -346,7 +346,7 @@ class Decisions(StatusModel):
     reasons: dict[str, NonNegativeInt]
     """By the one reason that the response header names."""
     bypass_counts: dict[str, NonNegativeInt]
-    """By every reason that kept a request out of the speculative lane; a request may have
+    """By every reason why a request got no drafts of the lane `text-mtp`; it may have
     several."""
 
 

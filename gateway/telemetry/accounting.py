@@ -19,6 +19,7 @@ from gateway.state.counters import CounterKey
 from gateway.state.recent_errors import MAX_TEXT_CHARS, ErrorRecord, RecentErrors
 from gateway.telemetry import engine_counts
 from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.recent_usage import RecentUsage
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
 from gateway.types import NOWHERE, UNUSED, Outcome
@@ -47,6 +48,7 @@ class Accounting:
         self._recent_errors = recent_errors
         self._access_log = access_log
         self._wall = wall
+        self.recent_usage = RecentUsage()
         self._counters: dict[tuple[Any, ...], _Counters] = {}
         self._lanes: dict[LaneKey, LaneStats] = {}
         self._totals: Counter[CounterKey] = Counter()
@@ -82,6 +84,11 @@ class Accounting:
             _count_answer(counters.told, record)
         if counters.lane is not None:
             _observe(counters.lane, record)
+        recent, caller = self.recent_usage.current, record.caller.key
+        recent[caller, "requests"] += 1
+        recent[caller, "tokens"] += usage.prompt_tokens + usage.completion_tokens
+        if record.waited_s:
+            recent[caller, "waited_ms"] += round(1000 * record.waited_s)
         if record.spent.requests:
             self._usage_store.add(record.caller, usage, record.spent, self._wall())
         if record.reason and record.outcome is not Outcome.RESENT:
@@ -199,6 +206,7 @@ def _error_record(record: RequestRecord, unix_s: float) -> ErrorRecord:
         status=record.status,
         code=record.code,
         reason=record.reason[:MAX_TEXT_CHARS],
+        address=record.address,
     )
 
 

@@ -42,7 +42,7 @@ _COUNTERS = _rows(  # family of counts, name, labels
     requests requests pool,reason,status
         Finished requests.
     bypass bypasses reason
-        Requests kept out of the speculative lane; a request may have several reasons.
+        Requests without the drafts of the lane text-mtp; one may have several reasons.
     errors errors code
         Requests that ended with an error, by error code.
     prefix prefixes result
@@ -62,7 +62,7 @@ _HISTOGRAMS = _rows(  # field of `LaneStats`, name, least and most seconds of a 
     first_token_s time_to_first_token 1e-3 inf pool
         Time from the complete request body to the first content of a stream.
     token_s time_per_output_token 1e-4 10 pool
-        Time per token of a stream after the first one.
+        Time per token after the first one: at the worker, or of a stream as it comes.
     wait_s queue_wait 1e-3 inf pool
         Time in the queue, of requests that waited for a slot and got one.
     duration_s request_duration 1e-3 inf pool

@@ -29,6 +29,8 @@ class RequestRecord(NamedTuple):
     outcome: Outcome = Outcome.COMPLETED
     status: int = 200
     seconds: float = 0.0
+    address: str = ""
+    """The address of the client, for the list of errors; empty without an error."""
     code: str = ""
     """The error code for counters; empty without an error."""
     reason: str = ""
@@ -50,7 +52,7 @@ class RequestRecord(NamedTuple):
     first_token_s: float | None = None
     """From the whole body read to the first event with content, for streams."""
     token_s: float | None = None
-    """For each token after the first one, for complete streams."""
+    """For each token after the first one: at the worker, or of a complete stream as it comes."""
     drafts: Drafts | None = None
     """As the worker reported them; None if it reported none."""
     caller: Caller = NO_CALLER

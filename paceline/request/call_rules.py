@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from paceline.request.fields import FieldError
-from paceline.request.keys import check_keys
+from paceline.request.keys import Inside, check_keys
 
 MAX_TOOL_CALLS = "max_tool_calls"
 """Field of OpenAI's Responses: the most calls of an answer."""
@@ -66,8 +66,9 @@ def _allowed_of(choice: Any, names: frozenset[str]) -> tuple[frozenset[str], str
                 at = f"{_ALLOWED}.tools[{index}]"
                 match tool:
                     case {"function": {"name": str() as name} as function} if name in names:
-                        check_keys("CHAT tool_choice", tool, path=at)
-                        check_keys("CHAT tool_choice.function", function, path=f"{at}.function")
+                        inside = Inside()  # it may be the whole tool, which `tools` has
+                        check_keys("CHAT tools", tool, inside, at)
+                        check_keys("CHAT tools.function", function, inside, f"{at}.function")
                     case _:
                         raise FieldError(at, "An allowed tool must be the name of one of 'tools'.")
             return frozenset(tool["function"]["name"] for tool in tools), mode

@@ -47,6 +47,8 @@ RESPONSES input.content: $echo text refusal logprobs image_url file_data filenam
 RESPONSES tools: type name description parameters strict format tools execution | $cache $tool
 RESPONSES tools.format: type syntax definition
 RESPONSES tool_choice: type name namespace mode tools server_label
+RESPONSES tool_choice.tools: type name namespace server_label description parameters strict format
+  | $cache $tool
 RESPONSES reasoning: effort summary generate_summary | context mode
 RESPONSES text: format | verbosity
 RESPONSES text.format: type name schema strict description

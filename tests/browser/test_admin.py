@@ -1,9 +1,10 @@
 """The page for admins: sign-in, keys, the policy and workers."""
 
 import re
+import shlex
 
 import pytest
-from playwright.async_api import expect
+from playwright.async_api import Route, expect
 
 from policies.yaml_io import write_yaml
 from tests.support.browser_tab import BrowserTab
@@ -111,6 +112,16 @@ async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked_and_wrong_ter
     async with page.expect_download() as download:
         await tab.button("Download CSV").click()
     assert "Ann,lab,4," in (await (await download.value).path()).read_text()
+
+    await tab.button("Replace the secret of the key Ann").click()
+    await tab.button("Replace secret").click()
+    new_secret = await page.get_by_label("The key", exact=True).input_value()
+    await tab.button("Close").click()
+    assert gateway.chat().status_code == 401
+    gateway.use_key(new_secret)
+    assert gateway.chat().status_code == 200
+    await page.reload()
+    await expect(row).to_contain_text("used 1 times since, from 127.0.0.1")
 
     await tab.button("Revoke the key Ann").click()
     await tab.button("Revoke key").click()
@@ -278,7 +289,24 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
     await expect(card).to_contain_text("ready")
     await tab.button("Add a Mac").click()
     dialog = page.get_by_role("dialog", name="Add a Mac")
-    await expect(dialog).to_contain_text("paceline worker --join ")
+    await expect(dialog).to_contain_text("paceline up --host 0.0.0.0")
+    await expect(dialog).to_contain_text("paceline join-engine http://ITS-ADDRESS:PORT --url http")
+    await page.keyboard.press("Escape")
+
+    async def open_gateway(route: Route) -> None:
+        answer = await (response := await route.fetch()).json()
+        joining = {**answer["joining"], "url": "http://192.0.2.1:80", "token_file": "/a b/it's"}
+        await route.fulfill(response=response, json={**answer, "joining": joining})
+
+    await page.route("**/admin/v1/workers", open_gateway)
+    await tab.button("Add a Mac").click()
+    line = await dialog.locator("code").first.text_content() or ""
+    assert shlex.split(line.replace('"', "")) == [
+        *("echo", "PACELINE_JOIN_TOKEN=$(cat", "/a b/it's)", "paceline", "worker"),
+        *("--join", "http://192.0.2.1:80"),
+    ]
+    await expect(tab.button("Copy the command that prints the command")).to_be_visible()
+    await page.unroute_all(behavior="ignoreErrors")
     await expect(dialog).to_contain_text("Waiting for a new worker")
     assert JOIN_TOKEN not in await page.content()
     async with page.expect_response("**/admin/v1/workers"):

@@ -10,7 +10,7 @@ from gateway.status import events
 from tests.support.browser_tab import BrowserTab
 from tests.support.gateway_fixtures import MakeClusterGateway
 from tests.support.heartbeats import send_heartbeats
-from tests.support.running_gateway import RunningGateway, begun
+from tests.support.running_gateway import RunningGateway, bearer_headers, begun
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, lane_report
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -41,6 +41,9 @@ async def test_the_page_shows_what_is_missing_and_each_running_request_as_a_mark
         await expect(page.locator("#reasons")).to_have_text("No request yet.")
         await expect(page.locator("#chart-acceptance .nothing")).to_be_visible()
         await expect(page.get_by_role("article", name="fake-a")).to_contain_text("0 of 4")
+        await expect(page.get_by_role("article", name="fake-a")).to_contain_text("no drafts yet")
+        for figure in ("saved-mtp", "accepted", "saved-prompts"):
+            await expect(page.locator(f"#{figure}")).to_have_text("\N{EN DASH}")
         track = page.get_by_role("article", name="text-mtp")
         await expect(track).to_contain_text("0 of 4")
         worker.script = Script(hang_after=1)
@@ -81,10 +84,8 @@ async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
         await copy.click()
         await expect(page.locator("#notice")).to_have_text("Copied.")
         await expect(copy).to_have_text("Copy")
-        await expect(page.locator("#errors-of")).to_contain_text("of requests without a key")
-        await tab.open_admin(gateway)
-        await tab.open(gateway.url, "/dashboard")
         await expect(page.locator("#errors-of")).to_have_text("of all clients")
+        await expect(page.locator("#usage tbody tr")).to_contain_text("without a key02 / 2")
     with send_heartbeats(gateway, second_worker):
         gateway.remove_worker(worker, restarting=True)
         await expect(page.locator("#trouble")).to_contain_text("it is being started again")
@@ -114,6 +115,7 @@ async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     await page.get_by_label("Key").fill(key["secret"])
     await tab.button("Sign in").click()
     await expect(page.locator("#live")).to_have_text("Live")
+    await expect(page.locator("#errors")).to_contain_text("No request of your key has failed")
     assert not [url for url in tab.requested_urls if key["secret"] in url]
     storage = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
     assert key["secret"] not in await page.evaluate(storage)
@@ -121,6 +123,13 @@ async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     gateway_with_worker.revoke_key(key)
     await expect(refusal).to_contain_text("does not accept this key, or no longer does")
     await expect(page.locator("#view-line")).to_be_hidden()
+    gateway_with_worker.chat(headers=bearer_headers(key))
+    await tab.open_admin(gateway_with_worker)
+    await tab.open(gateway_with_worker.url, "/dashboard")
+    await expect(page.locator("#live")).to_have_text("Live")
+    await expect(page.locator("#errors-of")).to_have_text("of all clients")
+    await expect(page.locator("#errors tbody tr")).to_contain_text("127.0.0.1")
+    await expect(page.locator("#usage tbody tr")).to_contain_text(key["name"])
 
 
 async def test_the_page_names_one_of_several_gateways_and_reconnects_after_its_stop(

@@ -106,7 +106,11 @@ async def test_the_numbers_on_the_page_equal_the_status_and_a_new_viewer_sees_th
     assert texts["mtp/mean_acceptance_length"] == f"{status['mtp']['mean_acceptance_length']:.2f}"
     bypassed = status["mtp"]["bypass_counts"]
     assert bypassed.keys() <= {"mtp_not_paying"}, "sampled requests and pictures speculate too"
-    reasons = "Drafting did not pay" if bypassed else "Each request got drafts so far."
+    reasons = (
+        "Drafting did not pay"
+        if bypassed
+        else "No worker has left a request without drafts so far."
+    )
     await expect(page.locator("#reasons p").first).to_have_text(reasons)
     await expect(page.locator("#chart-acceptance .nothing")).to_be_hidden()
     points = await page.evaluate("document.querySelectorAll('.chart canvas').length")

@@ -18,9 +18,11 @@ BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
 
 
 async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippet(
-    gateway_with_worker: RunningGateway, tab: BrowserTab
+    gateway_with_worker, worker, tab
 ) -> None:
     page, url = tab.page, gateway_with_worker.url
+    worker.status_report = worker.report(context_tokens=65536)
+    assert gateway_with_worker.send_heartbeat(worker, context_tokens=65536).is_success
     await tab.open(url, "/")
     await expect(page.locator("#live")).to_have_text("1 Mac ready")
     await expect(page.get_by_role("article", name="demo")).to_contain_text("Also called default")
@@ -30,9 +32,9 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
     openai = (f"{url}/v1", "demo", "none")
     for client, parts in (
         *((client, openai) for client in ("curl", "Python", "JavaScript", "LangChain")),
-        ("Claude Code", (url, "demo", "none", "CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096\n")),
+        ("Claude Code", (url, "demo", "none", "CLAUDE_CODE_MAX_CONTEXT_TOKENS=65536\n")),
         ("Anthropic SDK", (url, "demo", "none")),
-        ("Codex", (f'base_url = "{url}/v1"', "model_context_window = 4096\n")),
+        ("Codex", (f'base_url = "{url}/v1"', "model_context_window = 65536\n")),
     ):
         await page.get_by_role("tab", name=client).click()
         for part in parts:
@@ -49,6 +51,15 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
     assert copied.startswith(f"curl {url}/v1/chat/completions")
     await page.get_by_label("Model", exact=True).select_option("gpt-4o-mini")
     await expect(code).to_contain_text('"gpt-4o-mini"')
+    worker.status_report = worker.report(context_tokens=4096)
+    assert gateway_with_worker.send_heartbeat(worker, context_tokens=4096).is_success
+    await tab.open(url, "/")
+    for client, tokens in (("Claude Code", "64,000"), ("Codex", "24,000")):
+        await page.get_by_role("tab", name=client).click()
+        told = (
+            f"# {client} needs a model with a context of {tokens} tokens. That of demo has 4,096.\n"
+        )
+        await expect(code).to_have_text(told)
 
 
 async def test_the_page_says_why_no_model_is_ready(gateway, worker, tab) -> None:

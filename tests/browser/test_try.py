@@ -5,7 +5,7 @@ from playwright.async_api import expect
 
 from tests.support.browser_tab import BrowserTab
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event
+from tests.support.scripted_worker import DONE, USAGE, Script, ScriptedWorker, chunk, event
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -60,6 +60,7 @@ async def open_try(tab: BrowserTab, gateway: RunningGateway) -> None:
     """Open the page, and wait until it listens."""
     await tab.open(gateway.url, "/try")
     await expect(tab.page.get_by_label("Model")).to_have_value("demo")
+    await expect(tab.page.get_by_label("Question")).to_be_focused()
 
 
 async def test_reasoning_folds_away_when_the_answer_begins(
@@ -69,7 +70,10 @@ async def test_reasoning_folds_away_when_the_answer_begins(
     page = tab.page
     thoughts = [piece(one, "draft", reasoning_content=one) for one in ("Hm", "m. ")]
     texts = [piece("Yes", "model", content="Yes"), piece(" sir", "draft", content=" sir")]
-    module_worker.script = Script(events=(*thoughts, *texts, chunk({}, "stop"), DONE), hang_after=2)
+    usage = USAGE | {"completion_tokens": 21}
+    timed = {"choices": [], "usage": usage, "metrics": {"mean_itl_ms": 2}}
+    end = (chunk({}, "stop"), event(timed), DONE)
+    module_worker.script = Script(events=(*thoughts, *texts, *end), hang_after=2)
     await open_try(tab, shared_gateway)
     await page.get_by_label("Reasoning effort").select_option("high")
     await page.get_by_label("Question").fill("Hello")
@@ -82,6 +86,7 @@ async def test_reasoning_folds_away_when_the_answer_begins(
     module_worker.resume.set()
     await expect(answer.locator(".content")).to_have_text("Yes sir")
     await expect(answer.locator(".content .drafted")).to_have_text(" sir")
+    await expect(answer.locator(".facts")).to_contain_text("500 tokens/s")
     await expect(thinking).not_to_have_attribute("open", "")
     await thinking.locator("summary").click()
     await expect(thinking.locator("p")).to_be_visible()
@@ -99,6 +104,7 @@ async def test_a_conversation_streams_stops_fails_and_is_asked_again(
     await page.keyboard.press("Enter")
     answers = page.get_by_role("article", name="Answer of demo")
     await expect(answers.first.locator(".facts")).to_contain_text("It ran on fake-a")
+    await expect(answers.first.locator(".facts")).to_contain_text("too short to say how fast")
     code = page.get_by_role("region", name="Code for curl")
     for part in ('"temperature":0,"max_tokens":50', "Be kind.", "Hello"):
         await expect(code).to_contain_text(part)

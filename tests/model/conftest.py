@@ -212,5 +212,6 @@ def worker_url(real_worker: RunningWorker) -> str:
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    with running_engine() as running:
+    """Run an engine for all tests, whose prefixes take little of the memory of the process."""
+    with running_engine(prefix_cache_bytes=32 << 20) as running:
         yield running

@@ -1,7 +1,5 @@
 """The standing attacker of the benchmarks, for a moment."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 def test_a_short_attack_finds_nothing_and_its_sums_are_exact(tmp_path: Path) -> None:
     """The program exits with an error if a promise does not hold."""
     only = [f"--only={name}" for name in ("raw-http", "lying-workers", "lying-reports")]
-    arguments = ("--quick", "--seconds=2", "--folder", str(tmp_path), *only)
+    arguments = ("--quick", "--seconds=1", "--folder", str(tmp_path), *only)
     attack = subprocess.run(
         [sys.executable, "-m", "bench.attack", *arguments],
         capture_output=True,

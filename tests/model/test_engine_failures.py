@@ -141,16 +141,18 @@ def test_a_repeated_prefill_of_a_picture_uses_the_same_positions(
     assert mx.allclose(again.last_hidden, hidden, atol=1e-3)
 
 
-def test_only_the_row_whose_text_cannot_be_decoded_ends(checkpoint, make_lane, submit) -> None:
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_only_the_row_whose_text_cannot_be_decoded_ends(checkpoint, make_lane, submit, at) -> None:
     lane = make_lane()
-    healthy, failing = submit(lane, QUESTIONS[1]), submit(lane, QUESTIONS[1])
+    healthy = [submit(lane, QUESTIONS[1]) for _ in range(3)]
+    failing = healthy.pop(at)
     for _ in range(3):
         lane.step()
     failing.row.text = None
     run_until_idle(lane)
 
     assert isinstance(failing.end, GenerationFailed)
-    assert_matches_reference(checkpoint, healthy)
+    assert_matches_reference(checkpoint, *healthy)
     assert lane.counters.report().speculation.errors == 0
 
 

@@ -11,6 +11,7 @@ from paceline.request.profile import Sampling
 from tests.support.engine_answers import generation_for
 from tests.support.engine_lane import run_until_idle
 from tests.support.worker_process import SUPPRESS_END_TOKENS
+from workers.engine.decode.row import Row
 from workers.engine.engine import Engine
 from workers.engine.lane.memory import MemoryEstimate
 from workers.engine.lane.scheduler import EXACT_CHUNK_TOKENS
@@ -19,7 +20,6 @@ from workers.engine.types import (
     Event,
     Finished,
     Generation,
-    GenerationFailed,
     LaneName,
     Picture,
     Prompt,
@@ -135,11 +135,14 @@ async def test_an_exact_answer_to_a_picture_has_the_same_bits_in_company(engine:
     assert await bits_in_company(engine, wanted, company_of(engine, 2)) == alone
 
 
+@pytest.mark.parametrize(
+    ("chunk_tokens", "read"), [(2048, [EXACT_CHUNK_TOKENS] * 2 + [88]), (200, [200] * 3)]
+)
 def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
-    make_lane, ask, monkeypatch
+    make_lane, ask, monkeypatch, chunk_tokens: int, read: list[int]
 ) -> None:
     chunks: list[int] = []
-    lane = make_lane(chunk_tokens=2048)
+    lane = make_lane(chunk_tokens=chunk_tokens)
     observe = lane._prefill_budget.observe
 
     def record(tokens: int, duration_s: float, **context: object) -> None:
@@ -149,22 +152,34 @@ def test_a_prompt_of_an_exact_answer_is_read_in_chunks_of_one_size(
     monkeypatch.setattr(lane._prefill_budget, "observe", record)
     ask(lane, list(range(40, 640)), max_tokens=4, draft_tokens=0, exact=True)
 
-    assert chunks == [EXACT_CHUNK_TOKENS, EXACT_CHUNK_TOKENS, 88]
+    assert chunks == read
 
 
-def test_memory_preempts_exact_answers_last_and_ends_them_with_an_error(make_lane, submit) -> None:
-    lane = make_lane()
+def test_memory_preempts_exact_answers_last_and_decodes_them_again(
+    make_lane, submit, ask, monkeypatch
+) -> None:
+    lane, replayed = make_lane(), list[bool]()
+    options = {"max_tokens": 24, "draft_tokens": 0, "top_logprobs": 2}
+    alone = ask(lane, "Tell me a story.", exact=True, **options)
     rows = [
-        submit(lane, "Tell me a story.", max_tokens=24, draft_tokens=0, exact=exact)
-        for exact in (True, True, False)
+        submit(lane, "Tell me a story.", exact=exact, **options) for exact in (True, True, False)
     ]
-    while lane.running_rows < len(rows):
+    while lane.running_rows < len(rows) or len(rows[1].row.answer) < 5:
         lane.step()
+    replay = Row.replay
+
+    def record(row: Row) -> None:
+        replayed.append(len(row.answer) > 1)
+        replay(row)
+
+    monkeypatch.setattr(Row, "replay", record)
     lane._admission.memory = MemoryEstimate(
         token_bytes=1, row_bytes=1, room_bytes=400
     )  # for one row
     run_until_idle(lane)
 
-    failed = [isinstance(row.end, GenerationFailed) for row in rows]
-    assert sorted(failed[:2]) == [False, True]
-    assert isinstance(rows[2].end, Finished), "it was read again"
+    assert [isinstance(row.end, Finished) for row in rows] == [True] * 3
+    for row in rows[:2]:
+        assert row.row.answer == alone.row.answer
+        assert row.logprobs == alone.logprobs
+    assert any(replayed), "a row lost its caches in the middle of its answer"

@@ -61,6 +61,14 @@ BODIES: Mapping[str, Mapping[str, Any]] = {
     "choices": {"n": 2, "temperature": 1, "seed": 5, "max_tokens": 16},
     "sources": {"token_sources": True},
     "detailed": {"metrics": "detailed"},
+    "exact": {
+        "exact": True,
+        "logprobs": True,
+        "temperature": 0.7,
+        "seed": 3,
+        "presence_penalty": 1,
+    },
+    "exact calls": {"exact": True, "tools": [WEATHER], "tool_choice": "required"},
 }
 
 
@@ -94,7 +102,7 @@ async def test_each_event_may_be_the_last_of_a_worker(engine: Engine, kind: str)
             assert bool(answer.metrics) == bool(expected.metrics)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "exact"])
 async def test_f03_a_stream_that_is_cut_at_any_byte_equals_the_whole_one(
     engine: Engine, tmp_path: Path, kind: str
 ) -> None:

@@ -117,7 +117,7 @@ def test_c4_a_refused_model_ends_the_worker_with_code_3_and_one_sentence(tmp_pat
     assert result.returncode == 3
     assert not marker.exists()
     assert result.stderr.splitlines() == [
-        f"paceline worker: The model in {tmp_path / 'model'} cannot be loaded (ValueError: "
+        f"paceline worker: The model in {tmp_path / 'model'} cannot be loaded ("
         "config.json names a Python file in model_file, which would run; Paceline never runs the "
         "Python files of a model folder)."
     ]

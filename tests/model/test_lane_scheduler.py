@@ -67,6 +67,22 @@ def test_a_full_lane_measures_when_a_rejected_request_may_return(make_lane, subm
     run_until_idle(lane)
 
 
+def test_the_first_interval_of_a_full_lane_is_that_of_all_its_slots(make_lane, submit) -> None:
+    now_s = 100.0
+    lane = make_lane(max_rows=2, clock=lambda: now_s)
+    for tokens in (30, 40):
+        submit(lane, "Count from 1 to 20.", max_tokens=tokens)
+    while lane.running_rows < 2:
+        lane.step()
+    for _ in range(2):
+        row = submit(lane, "Count from 1 to 20.", max_tokens=40).row
+    now_s = 120.0
+    while lane.waiting_rows == 2:
+        lane.step()
+    assert lane.queue_place(row.generation) == (1, 10.0)
+    run_until_idle(lane)
+
+
 def test_a_new_row_joins_while_other_rows_decode(make_lane, submit) -> None:
     lane = make_lane()
     early = [submit(lane, question, max_tokens=200) for question in QUESTIONS[2:4]]

@@ -1,9 +1,12 @@
 """The prefix cache: equal answers, with most of the prompt cached."""
 
+import asyncio
 import gc
+import json
 import os
 import shutil
 import time
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +19,18 @@ from hypothesis import strategies as st
 
 from paceline.protocol import PrefixCounts
 from paceline.request.profile import Bypass
+from tests.support.engine_answers import generation_for
 from tests.support.engine_lane import run_until_idle
 from tests.support.hostile_checkpoints import damaged_bytes, damaged_header
+from tests.support.served_engine import running_engine
 from workers.demo import CHECKPOINT
 from workers.engine.decode.prefill import context_of
 from workers.engine.prefix.cache import PrefixCache
-from workers.engine.prefix.files import (
-    TTL_S,
-    FileName,
-    HostPrefix,
-    PrefixCacheFiles,
-    fingerprint,
-)
+from workers.engine.prefix.files import TTL_S, FileName, HostPrefix, PrefixCacheFiles
+from workers.engine.prefix.fingerprint import ModelFiles
+from workers.engine.prefix.tree import common_length
 from workers.engine.text.tokenizer import PreparedPrompt
-from workers.engine.types import LaneName
+from workers.engine.types import Finished, LaneName, Prompt, Usage
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 6
 OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 6
@@ -369,6 +370,74 @@ def test_what_is_evicted_next_is_on_disk_before(make_lane, ask, tmp_path, monkey
     prefix_cache.close()
 
 
+def test_a_waiting_row_gets_from_disk_what_others_have_evicted(make_lane, submit, tmp_path) -> None:
+    def prompt(number: int, *further: int) -> PreparedPrompt:
+        tokens = tuple(20 + (at * number + 99 * number) % 700 for at in range(300))
+        return PreparedPrompt(tokens=(*tokens, *further), scope="")
+
+    files = PrefixCacheFiles(tmp_path, 1 << 30, "model", SECRET)
+    prefix_cache = PrefixCache(1 << 30, files)
+    lane = make_lane(prefix_cache=prefix_cache, max_rows=1)
+    begun = submit(lane, prompt(1), max_tokens=2).row
+    run_until_idle(lane)
+    prefix_cache.limit_bytes = int(1.5 * prefix_cache.size_bytes)
+    rows = [submit(lane, prompt(number), max_tokens=2).row for number in (3, 7)]
+    rows += [submit(lane, prompt(1, *begun.answer, *range(50)), max_tokens=2).row for _ in range(2)]
+    assert rows[-1].held_tokens >= 290
+    dropped = submit(lane, prompt(1, *begun.answer, 50), max_tokens=2).row
+    dropped.cancelled = True
+    run_until_idle(lane)
+    assert [row.cached_kinds.get("disk", 0) > 290 for row in rows[:3]] == [False, False, True]
+    assert [row.cached_tokens > 290 for row in rows] == [False, False, True, True]
+    assert dropped.reloading is None
+    prefix_cache.close()
+
+
+async def test_chats_at_once_find_on_disk_what_memory_has_no_room_for(tmp_path) -> None:
+    options = {"prefix_cache_dir": tmp_path, "prefix_cache_secret": SECRET}
+    with running_engine(prefix_cache_bytes=2_000_000, **options) as engine:
+        chats = [[{"role": "user", "content": f"{at} {SYSTEM * 5}"}] for at in range(8)]
+
+        async def next_turn(chat: list[dict[str, str]]) -> Usage:
+            text = engine.prompts.chat(chat)
+            prompt = Prompt(text=text, scope="", turn_end=engine.prompts.turn_end(text, chat))
+            wanted = generation_for(engine, "", prompt=prompt, max_tokens=4)
+            async with aclosing(engine.generate(wanted)) as events:
+                *_, end = [event async for event in events]
+            assert isinstance(end, Finished)
+            chat += [{"role": "assistant", "content": "No."}, {"role": "user", "content": "Why?"}]
+            return end.usage
+
+        first, second = [await asyncio.gather(*map(next_turn, chats)) for _ in range(2)]
+        held_bytes = engine.prefix_cache.size_bytes
+    known = sum(one.prompt_tokens for one in first)
+    assert held_bytes < 2_000_000 < known * 1000, "they do not fit into memory"
+    assert sum(one.cached_tokens for one in second) > 0.95 * (known - 8 * 8)
+
+
+@pytest.mark.parametrize("changed", [1, 3, 5])
+def test_each_message_of_a_prompt_that_is_read_at_once_is_a_checkpoint(
+    make_lane, submit, prompt_renderer, prefix_cache, changed: int
+) -> None:
+    def prompt(texts: list[str]) -> PreparedPrompt:
+        roles = ("user", "assistant")
+        chat = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+        text = prompt_renderer.chat(chat)
+        end = prompt_renderer.turn_end(text, chat)
+        return prompt_renderer.prepare(Prompt(text=text, turn_end=end, scope=""))
+
+    lane = make_lane(prefix_cache=prefix_cache)
+    texts = [f"{at} " + "The red fox sees the old tree. " * 60 for at in range(7)]
+    whole = submit(lane, prompt(texts), max_tokens=1).row
+    run_until_idle(lane)
+    fork = submit(lane, prompt([*texts[:changed], "Who are you?"]), max_tokens=1).row
+    run_until_idle(lane)
+    shared = common_length(whole.prompt.identity, fork.prompt.identity)
+    assert shared > 200 * changed
+    assert shared - fork.cached_tokens < 8
+    assert len(list(prefix_cache._nodes())) <= 2 * 8
+
+
 def test_files_read_ahead_are_bounded_and_their_reading_is_cancelled(
     make_lane, submit, files
 ) -> None:
@@ -399,6 +468,78 @@ def test_files_that_nobody_used_for_a_week_are_deleted(tmp_path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 1
 
 
+def test_a_running_worker_neither_finds_nor_renews_what_nobody_used_for_a_week(files) -> None:
+    tokens = np.arange(4, dtype=np.int64)
+    names = [files.name("", tokens[:end], end - 2, resumable=True) for end in (2, 4)]
+    for name in names:
+        files.save(name, HostPrefix(arrays={"tokens": np.zeros(2)}, bfloat16=frozenset()))
+    longer = np.append(tokens, 4)
+    assert files.find("", longer, 0) == names
+    week_ago_s = time.time() - TTL_S - 1
+    for path, left in ((files._path(names[1]), names[:1]), (files._path(names[0]), [])):
+        os.utime(path, (week_ago_s, week_ago_s))
+        found = files.find("", longer, 0)
+        assert found == left
+    assert names[0] not in files, "so that it is written again"
+    files._names[2, names[0].digest] = names[0]
+    assert files.load(names[0]) is None
+    assert files._path(names[0]).stat().st_mtime == week_ago_s
+
+
+def test_workers_of_one_folder_share_its_limits_and_see_what_others_evict(tmp_path) -> None:
+    host = HostPrefix(arrays={"tokens": np.zeros(100)}, bfloat16=frozenset())
+    first, second = (PrefixCacheFiles(tmp_path, 6000, "model", SECRET) for _ in range(2))
+    names = [NAME._replace(end=5 + number) for number in range(13)]
+    partial = tmp_path / "other.partial"
+    partial.write_bytes(bytes(2500))
+    for number, name in enumerate(names):
+        (first, second)[number % 2].save(name, host)
+        assert sum(path.stat().st_size for path in tmp_path.glob("*l*")) <= 6000
+    assert (names[0] in first, first.load(names[0])) == (False, None), "it has evicted that one"
+    assert (names[9] in second, names[10] in first) == (True, True)
+    assert (names[11] in second, names[12] in first) == (False, False), "a day allows no more"
+    os.utime(partial, (1, 1))
+    PrefixCacheFiles(tmp_path, 6000, "model", SECRET)
+    assert not partial.exists(), "its writer has ended"
+
+
+def test_a_writer_that_is_stopped_holds_up_no_other_one(tmp_path, monkeypatch) -> None:
+    first, second = (PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET) for _ in range(2))
+    monkeypatch.setattr("workers.engine.prefix.files._LOCK_S", 0.0)
+    with first._lock():
+        second.save(NAME, HostPrefix(arrays={"tokens": np.zeros(4)}, bfloat16=frozenset()))
+    assert NAME in second
+
+
+def test_the_keys_of_prompts_survive_a_restart_with_their_files(make_lane, submit, files) -> None:
+    prefix_cache = PrefixCache(1 << 30, files)
+    lane = make_lane(prefix_cache=prefix_cache)
+    prompt = submit(lane, "Who are you?", system=SYSTEM).row.prompt
+    run_until_idle(lane)
+    prefix_cache.name_turn(prompt.scope, prompt.identity[: prompt.turn_tokens], "turn")
+    keys = set(prefix_cache.keys)
+    prefix_cache.close()
+    assert keys == {prompt.prefix.key, "turn"}
+
+    restarted = PrefixCacheFiles(*files_arguments(files))
+    again = PrefixCache(1 << 30, restarted)
+    assert set(again.keys) == keys
+    for name in list(restarted._names.values()):
+        restarted._path(name).unlink()
+        assert name not in restarted
+    assert again.keys == ()
+    again.close()
+
+
+@pytest.mark.parametrize("keys", [["a" * 129], ["a b", "\n"], [str(at) for at in range(99)], [7]])
+def test_l8_the_keys_of_a_hostile_file_are_bounded(files, keys: list[Any]) -> None:
+    files.save(NAME, HostPrefix(arrays={"tokens": np.zeros(4)}, bfloat16=frozenset()))
+    header = json.dumps({"__metadata__": {"keys": ",".join(map(str, keys)) if keys != [7] else 7}})
+    files._path(NAME).write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    found = list(PrefixCacheFiles(*files_arguments(files)).keys)
+    assert found == [str(at) for at in range(16)] * (len(keys) == 99)
+
+
 def test_a_disk_that_takes_no_file_is_logged_once(tmp_path, caplog) -> None:
     files = PrefixCacheFiles(tmp_path, 1 << 20, "model", SECRET)
     tmp_path.rmdir()
@@ -410,16 +551,40 @@ def test_a_disk_that_takes_no_file_is_logged_once(tmp_path, caplog) -> None:
     ]
 
 
-def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.37, 0.5, 1.0])
+def test_checkpoints_with_any_other_byte_have_other_fingerprints(tmp_path, share: float) -> None:
     shutil.copytree(CHECKPOINT, tmp_path / "other")
     weights = tmp_path / "other" / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    for at in range(len(data) // 2, len(data), 997):  # a fine-tune changes a little everywhere
-        data[at] ^= 1
-    before = fingerprint(tmp_path / "other")
+    data[int(share * (len(data) - 1))] ^= 1
+    before = ModelFiles(tmp_path / "other").fingerprint()
     weights.write_bytes(data)
+    after = ModelFiles(tmp_path / "other").fingerprint()
 
-    assert fingerprint(CHECKPOINT) == before != fingerprint(tmp_path / "other")
+    assert ModelFiles(CHECKPOINT).fingerprint() == before
+    assert before is not None
+    assert not {*before} & {*(after or before)}
+
+
+def test_weights_are_read_once_until_a_file_changes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("workers.engine.prefix.fingerprint.AT_ONCE_BYTES", 0)
+    kept, weights = tmp_path / "digests.json", tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(100))
+    first = ModelFiles(tmp_path, kept=kept)
+
+    assert first.fingerprint() is None
+    assert first.read(lambda: True) is None
+    assert not kept.exists()
+    known = first.read()
+    assert known is not None
+    assert ModelFiles(tmp_path, kept=kept).fingerprint() == known
+    os.utime(weights, ns=(1, 1))
+    assert ModelFiles(tmp_path, kept=kept).fingerprint() is None
+    kept.write_text("[1]")
+    changed = ModelFiles(tmp_path, kept=kept)
+    weights.write_bytes(bytes(101))
+    assert changed.read() is None
+    assert ModelFiles(tmp_path, kept=kept).read() != known
 
 
 def test_a_lane_reports_its_speed_and_pending_tokens(make_lane, submit, prefix_cache) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,11 +19,14 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
 from tests.support.images import encode_image
+from tests.support.running_gateway import wait_until
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.served_engine import running_engine
+from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.lane import prefix_exchange
 from workers.engine.prefix.files import FileName, HostPrefix, Prefetched
+from workers.engine.prefix.fingerprint import ModelFiles
 from workers.engine.prefix.transfer import (
     MAX_TRANSFERS,
     PrefixOffer,
@@ -431,6 +435,31 @@ async def _compare(
     cold = await ask(taker, messages, scope=f"cold {scope}")
     assert reply.text == cold.text
     assert reply.cached_tokens == 0
+
+
+async def test_a_worker_takes_no_nodes_before_it_has_read_its_weights(
+    tmp_path, monkeypatch, source: str
+) -> None:
+    reading, read, known = threading.Event(), ModelFiles.read, ModelFiles(CHECKPOINT).fingerprint()
+    assert known is not None
+    monkeypatch.setattr("workers.engine.prefix.fingerprint.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(ModelFiles, "read", lambda *given: reading.wait() and read(*given))
+    moved = []
+    with running_engine(prefix_cache_dir=tmp_path, prefix_cache_secret=b"secret") as engine:
+        async with serving(engine) as url:
+            for scope in ("unread", "read"):
+                chat = [{"role": "user", "content": STORY}]
+                first = await ask(source, chat, scope=scope)
+                chat.append({"role": "assistant", "content": first.text})
+                chat.append({"role": "user", "content": FURTHER})
+                reply = await ask(url, chat, scope=scope, sources=[(source, first.tokens)])
+                moved.append((engine.card.fingerprint, reply.cached_tokens > 100))
+                reading.set()
+                await asyncio.to_thread(wait_until, lambda: bool(engine.card.fingerprint))
+        assert engine.exchange is not None
+    assert moved == [("", False), (known.answers, True)]
+    assert engine.exchange.model == engine.exchange._layout.model_digest(known.caches)
+    assert list(tmp_path.glob("*.safetensors")), "written at its end"
 
 
 async def test_an_engine_of_another_model_gives_nothing(engine: Engine) -> None:

@@ -76,7 +76,8 @@ def wait_until_joined(gateway: RunningGateway, expected: set[str]) -> None:
 
     def worker_ids() -> set[str]:
         response = gateway.admin.get("/admin/v1/workers").raise_for_status()
-        return {worker["worker_id"] for worker in response.json()["workers"]}
+        workers = response.json()["workers"]
+        return {worker["worker_id"] for worker in workers if worker["state"] != "gone"}
 
     wait_until(lambda: worker_ids() == expected, within_s=TIMEOUT_S)
 

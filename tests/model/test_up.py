@@ -6,7 +6,6 @@ import re
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from gateway.cli import main
 from tests.support.gateway_fixtures import remove_settings
 from tests.support.openai_requests import LONG_TEXT, text_body
+from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.paceline_process import (
     READY_AGAIN,
     UpProcess,
@@ -49,15 +49,9 @@ def paceline(monkeypatch, capsys, tmp_path) -> Paceline:
 
 
 def end_of(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gateway", *arguments],
-        cwd=folder,
-        env=process_environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    with PacelineFork(arguments, **PIPES, env=process_environment(folder), cwd=folder) as process:
+        output, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(arguments, process.returncode, output, errors)
 
 
 def test_up_prints_a_command_that_asks_and_runs_unchanged(up: UpProcess) -> None:
@@ -84,8 +78,10 @@ def test_up_protects_the_join_token(up: UpProcess) -> None:
 
 def test_up_with_an_unusable_model_exits_with_a_message(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{")
     result = end_of(tmp_path, "up", "--port", "0", "--model", str(tmp_path / "empty"))
     assert result.returncode == 1
+    assert "empty cannot be loaded (config.json is not JSON)." in result.stdout
     assert "the worker cannot start" in result.stdout
     assert "Traceback" not in result.stdout + result.stderr
 
@@ -95,7 +91,7 @@ def test_up_on_a_used_port_exits_with_one_line(up: UpProcess, tmp_path: Path) ->
     result = end_of(tmp_path, "up", "--port", port)
     assert result.returncode == 2
     assert re.fullmatch(r"paceline: Cannot listen on [^\n]*\n", result.stderr)
-    assert f"a gateway already runs at {up.url}" in result.stderr
+    assert f"a gateway already runs at {up.url}; `paceline status --url {up.url}`" in result.stderr
 
 
 def test_up_beyond_this_machine_requires_a_key(paceline, capsys) -> None:

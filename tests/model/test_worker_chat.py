@@ -76,7 +76,7 @@ async def test_an_exact_answer_says_so_and_has_no_drafts_and_no_cached_tokens(ch
     exact = await chat(messages=question, max_tokens=8, temperature=0, extra_body={"exact": True})
 
     assert speculation_of(plain)["num_spec_steps"] > 0
-    assert exact.model_extra == {"metrics": {"exact": True}}
+    assert exact.model_extra["metrics"].keys() == {"exact", "generation_time_ms", "mean_itl_ms"}
     assert exact.usage.prompt_tokens_details.cached_tokens == 0
     assert texts_of(exact) == texts_of(plain)
 
@@ -92,6 +92,11 @@ async def test_a_greedy_answer_contains_usage_and_metrics_of_its_speculation(cha
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details is not None
     assert speculation["num_spec_tokens"] == 2
+    metrics, following = answer.model_extra["metrics"], usage.completion_tokens - 1
+    assert metrics["generation_time_ms"] == pytest.approx(
+        metrics["mean_itl_ms"] * following, rel=0.1
+    )
+    assert (await chat(max_tokens=1, **DRAFTED)).model_extra["metrics"]["mean_itl_ms"] is None
     assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
 
 
@@ -106,7 +111,7 @@ async def test_detailed_metrics_list_every_step_in_order(chat, stream, end) -> N
     assert sum(accepted) == metrics["num_accepted_draft_tokens"]
     assert sum(drafted) == metrics["num_draft_tokens"]
     assert [accepted.count(j) for j in range(3)] == metrics["acceptance_histogram"]
-    assert chunks[-1].model_extra == complete.model_extra
+    assert speculation_of(chunks[-1]) == metrics
 
 
 @pytest.mark.parametrize("metrics", [None, "summary"])
@@ -135,8 +140,9 @@ async def test_a_stream_has_the_text_and_usage_of_a_complete_answer(chat, stream
     assert chunks[-1].usage == complete.usage
 
 
-async def test_an_answer_without_speculation_has_no_metrics(chat: Chat) -> None:
-    assert (await chat(max_tokens=4, extra_body={"draft_tokens": 0})).model_extra == {}
+async def test_an_answer_without_speculation_has_times_alone(chat: Chat) -> None:
+    answer = await chat(max_tokens=4, extra_body={"draft_tokens": 0})
+    assert answer.model_extra["metrics"].keys() == {"generation_time_ms", "mean_itl_ms"}
 
 
 async def test_each_of_several_choices_equals_a_single_choice_with_its_seed(chat, stream) -> None:

@@ -17,6 +17,7 @@ from paceline.http import certificate_authorities
 from paceline.protocol import PROTOCOL, WorkerReport
 from tests.support.certificates import write_certificate
 from tests.support.compose_stack import gateway_addresses
+from tests.support.http_server import serve_streams
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from workers import heartbeat
 from workers.heartbeat import Membership, joined, source_address
@@ -169,7 +170,7 @@ async def test_every_address_of_a_name_gets_heartbeats_and_the_name_as_host() ->
         return {*hosts[:2], dead, silent}
 
     async with gateways_at(*hosts[:2]) as (url, gateways):
-        accepts_only = await asyncio.start_server(wait_for_end, silent, httpx.URL(url).port)
+        accepts_only = serve_streams(wait_for_end, silent, httpx.URL(url).port or 0)
         worker = make_worker(ScriptedEngine())
         async with accepts_only, joined(membership(worker, url), resolver):
             for gateway in gateways:
@@ -207,10 +208,12 @@ async def test_heartbeats_over_tls_name_the_host_and_check_its_certificate(
     async def resolver(_: httpx.URL) -> set[str]:
         return {"127.0.0.1"}
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    url = f"https://gateway.test:{server.sockets[0].getsockname()[1]}"
+    worker = make_worker(ScriptedEngine())
     try:
-        async with server, joined(membership(make_worker(ScriptedEngine()), url), resolver):
+        async with (
+            serve_streams(serve, tls=context) as port,
+            joined(membership(worker, f"https://gateway.test:{port}"), resolver),
+        ):
             await beaten.wait()
     finally:
         certificate_authorities.cache_clear()

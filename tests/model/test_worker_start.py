@@ -4,6 +4,7 @@ import asyncio
 import io
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from rich.console import Console
 
-from paceline.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
+from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartProgress, StartStage
 from paceline.terminal import StartDisplay
 from tests.model.test_worker_heartbeat import Gateway
 from tests.support.scripted_engine import serve_app
 from tests.support.worker_process import environment_without_paceline, worker_process
 from workers.demo import CHECKPOINT
+from workers.server.main import read_settings
+from workers.server.start import start
 
 WAIT_S = 120
 _COMMIT = "0" * 40
@@ -101,6 +104,19 @@ async def test_a_worker_tells_its_gateway_and_its_parent_how_far_its_start_is(tm
 
 def _files(folder: Path) -> list[Path]:
     return [*folder.rglob("*")]
+
+
+def test_kernels_are_kept_in_the_state_folder_unless_a_folder_is_named(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path))
+    settings = read_settings(["--model", "one word", "--port", "0"])
+    for named, kept in ((None, str(tmp_path / "kernels")), ("/named", "/named")):
+        monkeypatch.setenv("TMPDIR", named or "")
+        if named is None:
+            del os.environ["TMPDIR"]
+        assert start(settings) == ExitCode.MODEL
+        assert os.environ.get("TMPDIR") == (kept if sys.platform == "linux" or named else None)
 
 
 def test_ctrl_c_during_the_start_ends_the_worker_at_once(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The status of a worker is one snapshot, and its counts are the sums of its responses."""
 
 import asyncio
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
@@ -8,8 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.protocol import READY_PREFIX, Speculation, WorkerReport
+from tests.support.scripted_engine import ScriptedEngine, make_worker
 from tests.support.served_engine import ServedWorker
 from tests.support.worker_process import RunningWorker
+from workers.engine.types import EngineState
 from workers.model_source import resolve_model
 from workers.server.start import announce
 
@@ -150,8 +154,20 @@ def test_a_worker_without_a_gateway_says_so_and_what_it_serves_before_its_ready_
     (toy,) = (line for line in lines if "toy model" in line)
     assert "--model" in toy
     (alone,) = (line for line in lines if "Not joined to any gateway" in line)
-    assert "--join http://GATEWAY:8000 --token TOKEN" in alone
+    assert "--join http://GATEWAY:8000, and with its token in PACELINE_JOIN_TOKEN" in alone
     assert real_worker.model in last
     assert "text-mtp and vlm share one copy of the weights" in last
     assert "MB in use" in last
     assert "It drafts 2 tokens ahead." in last
+
+
+@pytest.mark.parametrize("count", [0, 64, 65, 320, 321, 3000])
+def test_successive_reports_confirm_all_keys(count: int) -> None:
+    keys = tuple(f"{at:04}" for at in range(count))
+    reports = []
+    for turn in range(20):
+        engine = ScriptedEngine(kept=EngineState(prefixes=keys[turn:] + keys[:turn]))
+        now_s = 1e6 + 2.0 * turn
+        reports.append(replace(make_worker(engine), clock=partial(float, now_s)).report())
+    assert {key for one in reports for key in (*one.prefixes, *one.held_prefixes)} == set(keys)
+    assert max(len(one.held_prefixes) for one in reports) == min(max(count - 64, 0), 256)

@@ -72,7 +72,8 @@ class _Engine:
     ) -> None:
         files = PrefixCacheFiles(folder, 16 * cache_bytes, "demo", b"secret")
         self.cache = PrefixCache(cache_bytes, files)
-        self.exchange = PrefixExchange(self.cache, _SameThread(), layout, "demo", cuttable=False)
+        self.exchange = PrefixExchange(self.cache, _SameThread(), layout, cuttable=False)
+        self.exchange.identify("demo")
         self.lanes = lanes_of(
             checkpoint, prompts, *LaneName, draft_tokens=3, chunk_tokens=192, cache=self.cache
         )

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support.http_server import close_server
+
 _PIECE_BYTES = 65536
 RESET_AT_ONCE = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
 _END_BYTES = 4096
@@ -81,11 +83,7 @@ class FaultProxy:
 
     async def _close(self) -> None:
         if self._server is not None:
-            # A server of asyncio that is closed leaves open what it has just accepted.
-            self._loop.remove_reader(self._bound)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            self._server.close()
+            await close_server(self._server)
             self._server = None
             self._bound.close()
             self._bound = _bound(self._address[1])
@@ -214,7 +212,7 @@ async def _forward_requests(
 
 
 def _bound(port: int) -> socket.socket:
-    bound = socket.socket()
+    bound = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio lets small pieces wait
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("127.0.0.1", port))
     return bound

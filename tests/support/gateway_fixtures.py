@@ -18,6 +18,7 @@ from gateway.cluster import sync
 from gateway.fleet import health as control
 from gateway.fleet import registry
 from gateway.fleet import worker as fleet_worker
+from gateway.proxy import handler
 from gateway.state.redis import RedisClient
 from tests.support.canary_listener import CanaryListener
 from tests.support.fault_proxy import FaultProxy, running_proxy
@@ -39,6 +40,8 @@ QUICK = Timing(
 """Of gateways in tests that wait for an exchange, and are not about deadlines."""
 SILENCE_S = 60.0
 """How long a worker may send no heartbeat in tests."""
+
+_SHARE_OF_WRONG_SECRETS = handler._WRONG_SECRETS_SHARE
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +68,14 @@ def long_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep a worker that has joined by hand, for seven seconds are short on a busy machine."""
     for module in (fleet_worker, registry, sync):
         monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_S", SILENCE_S)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def share_of_wrong_secrets() -> Iterator[float]:
+    """Let no wrong secret wait, for tests send many from one address; yield the usual share."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(handler, "_WRONG_SECRETS_SHARE", 1e6)
+        yield _SHARE_OF_WRONG_SECRETS  # this runs once for each folder that has the fixture
 
 
 @pytest.fixture(scope="session")

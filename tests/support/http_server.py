@@ -4,10 +4,13 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -121,16 +124,36 @@ async def serve_connections(
     try:
         yield
     finally:
-        # asyncio loses a connection that it has accepted when the server closes: it accepts no
-        # more, and makes those first.
-        loop.remove_reader(listener)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        server.close()
+        await close_server(server)
         for connection in tuple(connections):
             if not connection.closed:
                 connection.close()
         await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def serve_streams(
+    serve: Serve, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
+    """Serve connections, each by one call, which closes it; yield the port."""
+    server = await asyncio.start_server(serve, host, port, ssl=tls)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        await close_server(server)
+
+
+async def close_server(server: asyncio.Server) -> None:
+    """Close a server that may be accepting a connection.
+
+    asyncio loses a connection that it has accepted when the server closes: the server accepts no
+    more, and makes those first.
+    """
+    for listener in server.sockets:
+        server.get_loop().remove_reader(listener)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    server.close()
 
 
 async def _read(reader: asyncio.StreamReader) -> Request:

@@ -1,7 +1,5 @@
 """All text of log records."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

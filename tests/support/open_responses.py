@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from jsonschema_rs import Draft202012Validator
+from jsonschema_rs import Draft202012Validator, Registry
 
 PATH = "/v1/responses"
 DONE = "data: [DONE]"
 VERSION = "2026-04-24"
+_URN = "urn:open-responses"
 Schema = dict[str, Any]
 
 OPENAI_TYPES: Mapping[str, Sequence[str]] = {
@@ -56,16 +57,18 @@ def _validators(*, published: bool = False) -> Mapping[str, Draft202012Validator
     """Return the validators by the names of the schemas, those of events by their types."""
     file = distribution("openresponses-py").locate_file(f"openresponses/openapi/{VERSION}.json")
     schemas = json.loads(Path(str(file)).read_text())["components"]["schemas"]
-    components = {"schemas": schemas if published else _mended(schemas)}
+    schemas = schemas if published else _mended(schemas)
+    # Each validator of its own document would keep a copy of all schemas, a megabyte.
+    registry = Registry([(_URN, {"components": {"schemas": schemas}})])
 
     def validator(name: str) -> Draft202012Validator:
-        ref = {"$ref": f"#/components/schemas/{name}"}
-        return Draft202012Validator({**ref, "components": components})
+        ref = {"$ref": f"{_URN}#/components/schemas/{name}"}
+        return Draft202012Validator(ref, registry=registry)
 
     names = ("ResponseResource", "ItemField", "ErrorPayload")
     events = {
         schema["properties"]["type"]["enum"][0]: validator(name)
-        for name, schema in components["schemas"].items()
+        for name, schema in schemas.items()
         if name.endswith("StreamingEvent")
     }
     return {name: validator(name) for name in names} | events

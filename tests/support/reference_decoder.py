@@ -1,29 +1,32 @@
 """Reference answers, decoded with mlx-vlm alone, and comparisons with them."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from tests.support.engine_lane import RowEvents
 from workers.engine.model.checkpoint import Checkpoint
+from workers.engine.model.target import Target
 from workers.engine.types import Finished
 
 Pick = Callable[[mx.array, Sequence[int]], int]
 """Function of the scores [1, 1, vocabulary] and the answer so far that returns a token."""
+_ANSWERS: WeakKeyDictionary[Target, dict[tuple[int, ...], list[int]]] = WeakKeyDictionary()
+"""By the model, which they do not keep in memory."""
 
 
 def reference_greedy(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Decode one prompt greedily, token by token; each prompt is decoded once in a test run."""
-    return list(_cached_greedy(checkpoint, tuple(prompt), max_tokens))
+    """Decode one prompt greedily, token by token; a model decodes each prompt once."""
 
-
-@cache
-def _cached_greedy(checkpoint: Checkpoint, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     def likeliest(scores: mx.array, _: Sequence[int]) -> int:
         return int(mx.argmax(scores[0, -1]).item())
 
-    return reference_decode(checkpoint, prompt, max_tokens, likeliest)
+    answers = _ANSWERS.setdefault(checkpoint.target, {})
+    key = (*prompt, max_tokens, *sorted(checkpoint.eos))
+    if key not in answers:
+        answers[key] = reference_decode(checkpoint, prompt, max_tokens, likeliest)
+    return [*answers[key]]
 
 
 def reference_decode(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import re
+import secrets
 import socket
 import threading
 import time
@@ -169,7 +170,9 @@ class RunningGateway:
         answers: list[httpx.Response] = []
 
         def answered() -> bool:  # Redis may take longer than the gateway waits
-            answers.append(self.admin.post("/admin/v1/keys", json={"name": "tests", **terms}))
+            # A name of its own for each try: an earlier one may have been stored all the same.
+            body = {"name": f"tests {secrets.token_hex(4)}", **terms}
+            answers.append(self.admin.post("/admin/v1/keys", json=body))
             return answers[-1].status_code != 503
 
         wait_until(answered)

@@ -89,6 +89,7 @@ class ScriptedEngine:
     prompts: Any = field(default_factory=StubPrompts)
     alive: bool = True
     place: QueuePlace | None = None
+    kept: EngineState = field(default_factory=EngineState)
     generations: list[Generation] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,7 +134,7 @@ class ScriptedEngine:
         return self.place
 
     def state(self) -> EngineState:
-        return EngineState()
+        return self.kept
 
     def memory_reading(self) -> MemoryReading:
         return MemoryReading()

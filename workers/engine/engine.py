@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
@@ -43,7 +44,8 @@ from workers.engine.model.device import (
 from workers.engine.model.model_folder import refusing
 from workers.engine.model.mtp_head import HeadUnusable
 from workers.engine.prefix.cache import PrefixCache
-from workers.engine.prefix.files import PrefixCacheFiles, fingerprint, model_fingerprint
+from workers.engine.prefix.files import PrefixCacheFiles
+from workers.engine.prefix.fingerprint import DIGESTS, Fingerprint, ModelFiles, lower_priority
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource, TransferFailed
 from workers.engine.startup.head_speed import quantise_if_faster, use_shortlist_if_faster
 from workers.engine.startup.probes import (
@@ -69,8 +71,12 @@ class Engine(ThreadedEngine):
         parts: EngineParts,
         health: HeadHealth | None,
         thread: EngineThread,
+        files: ModelFiles,
     ) -> None:
-        """Serve lanes that are ready; those of `thread` from when it has loaded them."""
+        """Serve lanes that are ready; those of `thread` from when it has loaded them.
+
+        `files` are those of the model. While some have no digest, a thread reads them.
+        """
         self.admission = parts.admission
         super().__init__(thread, self.admission.monitor)
         self.settings = settings
@@ -90,11 +96,19 @@ class Engine(ThreadedEngine):
                 self.prefix_cache,
                 thread,
                 layout,
-                _fingerprint(settings),
                 cuttable=checkpoint.target.starts_anywhere,
             )
         self._relief: Future[None] | None = None
         """The last time that an idle engine was asked to give back caches."""
+        self._stopped = threading.Event()
+        parameters = tree_flatten(checkpoint.target.model.parameters())
+        self._dtypes = ",".join(sorted({str(array.dtype) for _, array in parameters}))
+        if (known := files.fingerprint()) is not None:
+            self._identify(known)
+        else:
+            threading.Thread(
+                target=self._read_files, args=(files,), name="paceline-fingerprint", daemon=True
+            ).start()
 
     @classmethod
     def start(
@@ -112,6 +126,25 @@ class Engine(ThreadedEngine):
             return engine, engine.lanes
 
         return thread.start(load)
+
+    def _read_files(self, files: ModelFiles) -> None:
+        lower_priority()
+        try:
+            known = files.read(self._stopped.is_set)
+        except OSError:
+            known = None
+        if known is not None:
+            self._identify(known)
+        elif not self._stopped.is_set():
+            logger.warning("model.unidentified reason=files have changed since the start")
+
+    def _identify(self, known: Fingerprint) -> None:
+        """Let the engine use files and nodes of the same model; safe from any thread."""
+        files = _open_files(self.settings, f"{known.caches} {self._dtypes}")
+        self.prefix_cache.use_files(files)
+        if self.exchange is not None:
+            self.exchange.identify(known.caches)
+        self.card = replace(self.card, fingerprint=known.answers)
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
         """Return the counts of every lane; safe from any thread."""
@@ -164,6 +197,7 @@ class Engine(ThreadedEngine):
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; running generations raise `EngineStopped`."""
+        self._stopped.set()
         super().stop(timeout_s)
         self.grammars.close()
         self.prefix_cache.close()
@@ -197,12 +231,7 @@ class Engine(ThreadedEngine):
                 yield row.finished_event()
                 return
         try:
-            row.prefetched = await asyncio.to_thread(
-                self.prefix_cache.prefetch,
-                row.prompt.scope,
-                row.prompt.identity,
-                lambda: row.cancelled,
-            )
+            await asyncio.to_thread(self._prefetch, row)
             if prefix_sources and self.exchange is not None:
                 await self.exchange.fetch(row, lane, prefix_sources)
             self.thread.submit(partial(lane.add, row))
@@ -215,6 +244,19 @@ class Engine(ThreadedEngine):
                     return
         finally:
             row.cancelled = True  # the lane drops it before the next step, if it still has it
+
+    def _prefetch(self, row: Row) -> None:
+        """Read from disk what memory lacks of a prompt; blocks.
+
+        If memory has less than half of it when its turn comes, the row looks once more.
+        """
+        cache, prompt = self.prefix_cache, row.prompt
+        if prompt.scope is None:
+            return
+        row.prefetched = cache.prefetch(prompt.scope, prompt.identity, lambda: row.cancelled)
+        perhaps = not row.prefetched and cache.is_behind
+        known = cache.known_tokens(prompt.scope, prompt.identity)
+        row.held_tokens = (len(prompt.tokens) if perhaps else known) // 2
 
     def _lane(self, generation: types.Generation) -> LaneScheduler:
         lane = next((lane for lane in self.lanes if lane.name is generation.lane), None)
@@ -316,6 +358,8 @@ def load_engine(
 ) -> Engine:
     """Load the model, create its lanes, and test its MTP head; runs on the engine thread."""
     progress(StartStage.WEIGHTS, 0, 0)
+    kept = settings.prefix_cache_dir and settings.prefix_cache_dir / DIGESTS
+    files = ModelFiles(settings.model, settings.adapter, settings.mtp, kept=kept)
     limit_memory()
     try:
         checkpoint = load_checkpoint(
@@ -323,6 +367,7 @@ def load_engine(
         )
     except HeadUnusable as error:
         raise types.ModelUnusable(str(error)) from error
+    progress(StartStage.KERNELS, 0, 0)  # the first pass of a shape compiles them
     checkpoint = limit_context(checkpoint, settings.context_tokens)
     target, draft_tokens = checkpoint.target, _probe(checkpoint, settings.draft_tokens)
     head = checkpoint.head if draft_tokens else None
@@ -335,7 +380,11 @@ def load_engine(
     longest_draft = max(draft_tokens, RUN_LENGTHS[0]) if draft_tokens else 0
     memory = measure_memory(target, checkpoint.head, longest_draft)
     monitor = MemoryMonitor(memory_reader(memory_limit_bytes()))
-    prefix_cache = _open_prefix_cache(settings, checkpoint, memory.room_bytes)
+    limit_bytes = settings.prefix_cache_bytes
+    if limit_bytes is None:
+        limit_bytes = memory.room_bytes // 4
+    limit_bytes = min(limit_bytes, memory.room_bytes // 2)
+    prefix_cache = PrefixCache(limit_bytes, quantized=settings.prefix_cache_quantized)
     parts = EngineParts(
         settings=replace(
             settings, draft_tokens=draft_tokens, max_rows=target.row_limit(settings.max_rows)
@@ -368,7 +417,7 @@ def load_engine(
         for lane in parts.lanes:
             lane.counters.head_healthy = health.healthy
     limit_freed_buffers(memory.max_score_bytes if memory.score_bytes else 0)
-    return Engine(settings, parts, health, thread or EngineThread())
+    return Engine(settings, parts, health, thread or EngineThread(), files)
 
 
 def _probe(checkpoint: Checkpoint, draft_tokens: int) -> int:
@@ -385,38 +434,23 @@ def _probe(checkpoint: Checkpoint, draft_tokens: int) -> int:
     return draft_tokens if target.native_verify or checkpoint.head is not None else 0
 
 
-def _open_prefix_cache(
-    settings: types.EngineSettings, checkpoint: Checkpoint, room_bytes: int
-) -> PrefixCache:
-    """Return the prefix cache, with files if there is a folder that takes some.
+def _open_files(settings: types.EngineSettings, model: str) -> PrefixCacheFiles | None:
+    """Return the files of the prefix cache, if there is a folder that takes some.
 
-    What the caches hold depends on the checkpoint, and on the types of its arrays on this device.
+    What the caches hold depends on the model, and on the types of its arrays on this device.
     """
-    files, limit_bytes = None, settings.prefix_cache_bytes
-    if settings.prefix_cache_dir is not None and settings.prefix_cache_disk_bytes:
-        parameters = tree_flatten(checkpoint.target.model.parameters())
-        dtypes = ",".join(sorted({str(array.dtype) for _, array in parameters}))
-        dtypes += " kv-8" if settings.prefix_cache_quantized else ""
-        try:
-            files = PrefixCacheFiles(
-                settings.prefix_cache_dir,
-                settings.prefix_cache_disk_bytes,
-                f"{_fingerprint(settings)} {dtypes}",
-                settings.prefix_cache_secret,
-            )
-        except OSError as error:
-            logger.warning("prefix_cache.memory_only error=%s", error)
-    if limit_bytes is None:
-        limit_bytes = room_bytes // 4
-    return PrefixCache(
-        min(limit_bytes, room_bytes // 2), files, quantized=settings.prefix_cache_quantized
-    )
-
-
-def _fingerprint(settings: types.EngineSettings) -> str:
-    """Tell one model from another; what the prefix cache holds depends on the MTP head too."""
-    model = fingerprint(settings.model, settings.adapter)
-    return f"{model} {fingerprint(settings.mtp)}" if settings.mtp else model
+    if settings.prefix_cache_dir is None or not settings.prefix_cache_disk_bytes:
+        return None
+    try:
+        return PrefixCacheFiles(
+            settings.prefix_cache_dir,
+            settings.prefix_cache_disk_bytes,
+            model + " kv-8" * settings.prefix_cache_quantized,
+            settings.prefix_cache_secret,
+        )
+    except OSError as error:
+        logger.warning("prefix_cache.memory_only error=%s", error)
+        return None
 
 
 def _describe(
@@ -442,7 +476,6 @@ def _describe(
         else checkpoint.mtp_unavailable_reason,
         draft_tokens_requested=settings.draft_tokens,
         draft_tokens_effective=max(report.effective_draft_tokens for report in reports),
-        fingerprint=model_fingerprint(settings.model, settings.adapter),
         default_max_tokens=checkpoint.default_max_tokens,
         sampling=checkpoint.sampling,
         constrains_calls=bool(prompts.tool_format and prompts.tool_format.style),

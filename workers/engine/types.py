@@ -246,6 +246,9 @@ class Finished:
     speculation: Speculation = field(default_factory=Speculation)
     steps: tuple[DraftStep, ...] = ()
     """Steps that `speculation` sums up; drafts that failed are no steps."""
+    timed_tokens: int = 0
+    """Tokens that followed the first of this worker, in `generation_s`."""
+    generation_s: float = 0.0
     stop: str | int | None = None
     """The stop string or token of the request that ended the answer."""
 

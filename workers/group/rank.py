@@ -11,6 +11,7 @@ model a request names, and tells no token ids. This is the one file that knows m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from paceline.private_files import make_private
 from paceline.request.profile import Sampling
 from paceline.terminal import configure_logging
 from workers.command_line import restart_with_blas
@@ -227,7 +229,7 @@ def _find(order: RankOrder) -> tuple[Path, RankFacts]:
     from workers.engine.decode.memory_pressure import memory_reader  # noqa: PLC0415
     from workers.engine.model.device import memory_limit_bytes  # noqa: PLC0415
     from workers.engine.model.model_folder import check_folder, forbid_code  # noqa: PLC0415
-    from workers.engine.prefix.files import model_fingerprint  # noqa: PLC0415
+    from workers.engine.prefix.fingerprint import DIGESTS, ModelFiles  # noqa: PLC0415
     from workers.model_source import resolve_model  # noqa: PLC0415
 
     forbid_code()
@@ -241,11 +243,17 @@ def _find(order: RankOrder) -> tuple[Path, RankFacts]:
     check_folder(folder)
     limit_bytes = memory_limit_bytes()
     memory = memory_reader(limit_bytes)()
+    state = Path(os.environ.get("PACELINE_STATE_DIR", "~/.paceline")).expanduser() / "prefix-cache"
+    with contextlib.suppress(OSError):  # then each start reads the weights
+        make_private(state)
+    found = ModelFiles(folder, kept=state / DIGESTS).read()
+    if found is None:
+        raise ValueError("the files of the model change")
     return folder, RankFacts(
         pid=os.getpid(),
         versions={name: version(name) for name in _VERSIONS},
         ports=tuple(ports),
-        fingerprint=model_fingerprint(folder),
+        fingerprint=found.answers,
         limit_bytes=limit_bytes,
         free_bytes=max(memory.limit_bytes - memory.used_bytes, 0) or limit_bytes,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from pydantic.fields import FieldInfo
 
-from paceline.command_line import CONTEXT, Command
+from paceline.command_line import CONTEXT, Command, model_problem
 from paceline.protocol import ExitCode
 from paceline.settings import InvalidSettings, load_layered, unknown_variables
 from paceline.terminal import configure_logging, printable
@@ -34,6 +34,10 @@ def _run(**given: Any) -> int:
     except InvalidSettings as error:
         sys.stderr.write(printable(f"paceline worker: {error}\n"))
         return ExitCode.SETTINGS
+    for named in (settings.model, settings.adapter, settings.mtp, settings.spec_prefill):
+        if named and (problem := model_problem(named)):
+            sys.stderr.write(printable(f"paceline worker: {problem}\n"))
+            return ExitCode.MODEL
     for warning in unknown_variables(WorkerSettings):
         sys.stderr.write(f"paceline worker: {warning}\n")
     from workers.server.start import start  # noqa: PLC0415  # takes a second: not for a wrong flag

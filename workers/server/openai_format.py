@@ -292,23 +292,29 @@ def render_usage(by_choice: Mapping[int, Usage], choices: int) -> Json:
 
 
 def render_metrics(finished: Sequence[Finished], *, detailed: bool, exact: bool = False) -> Json:
-    """Return the field `metrics`: {} without speculation, null for several choices.
+    """Return the field `metrics`, with the names of vLLM; null for several choices, as there.
 
-    With `detailed`, it also lists two numbers for every draft step, under vLLM's names. `exact`
-    answers have no draft counts: their metrics say that they are exact.
+    It has the time of the tokens after the first, and the draft counts if the model drafts. With
+    `detailed`, it also lists two numbers for every draft step. `exact` answers have no draft
+    counts: their metrics say that they are exact.
     """
-    if exact:
-        return {"metrics": {"exact": True}}
-    if not any(end.speculation.steps or end.speculation.num_spec_tokens for end in finished):
-        return {}
     if len(finished) > 1:
-        return {"metrics": None}
+        return {"metrics": {"exact": True} if exact else None}
     (end,) = finished
-    counts = end.speculation.as_request_metrics()
-    if detailed:
-        counts["per_step_accepted"] = [step.accepted for step in end.steps]
-        counts["per_step_drafted"] = [step.drafted for step in end.steps]
-    return {"metrics": {"speculative_decoding": counts, "draft_sources": end.speculation.by_source}}
+    generation_ms = 1000 * end.generation_s
+    metrics: dict[str, Json] = {
+        "generation_time_ms": round(generation_ms, 3),
+        "mean_itl_ms": round(generation_ms / end.timed_tokens, 4) if end.timed_tokens else None,
+    }
+    if exact:
+        return {"metrics": {"exact": True, **metrics}}
+    if end.speculation.steps or end.speculation.num_spec_tokens:
+        counts = end.speculation.as_request_metrics()
+        if detailed:
+            counts["per_step_accepted"] = [step.accepted for step in end.steps]
+            counts["per_step_drafted"] = [step.drafted for step in end.steps]
+        metrics |= {"speculative_decoding": counts, "draft_sources": end.speculation.by_source}
+    return {"metrics": metrics}
 
 
 def _render_reasoning(text: str | None) -> Json:

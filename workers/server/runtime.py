@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic
@@ -12,6 +12,7 @@ from typing_extensions import TypeVar
 
 from paceline.protocol import (
     KEEPALIVE_S,
+    MAX_HELD_PREFIXES,
     MAX_REPORTED_PREFIXES,
     PROTOCOL,
     StartProgress,
@@ -21,6 +22,9 @@ from paceline.protocol import (
 from workers.server.engines import RunningEngine, ServingEngine
 from workers.server.errors import WorkerDraining
 from workers.server.pictures import PictureMemory
+
+_PAGE_S = 2.0
+"""Time between two heartbeats."""
 
 
 class Traffic:
@@ -158,7 +162,17 @@ class Worker(Generic[EngineT]):
             failed_allocations=state.failed_allocations,
             prefix_cache_bytes=state.prefix_cache_bytes,
             prefixes=state.prefixes[:MAX_REPORTED_PREFIXES],
+            held_prefixes=_in_turn(state.prefixes[MAX_REPORTED_PREFIXES:], self.clock()),
             prefix_count=len(state.prefixes),
             evicted_prefixes=state.evicted_prefixes[:MAX_REPORTED_PREFIXES],
             lanes=self.engine.lane_reports(),
         )
+
+
+def _in_turn(keys: Sequence[str], now_s: float) -> tuple[str, ...]:
+    """Return as many keys as a report may have; all come within some intervals."""
+    pages = -(-len(keys) // MAX_HELD_PREFIXES)
+    if pages < 2:
+        return tuple(keys)
+    begin = int(now_s / _PAGE_S) % pages * MAX_HELD_PREFIXES
+    return tuple(sorted(keys)[begin : begin + MAX_HELD_PREFIXES])

@@ -23,7 +23,8 @@ import uvloop
 
 from paceline.lifecycle import Shutdown, first_of
 from paceline.names import name_of_host
-from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartStage
+from paceline.private_files import make_private
+from paceline.protocol import READY_PREFIX, START_PREFIX, ExitCode, StartStage, build_records
 from paceline.request.profile import Endpoint
 from paceline.settings import InvalidSettings
 from paceline.terminal import StartDisplay, printable
@@ -57,10 +58,12 @@ _EXIT_CODES: dict[type[Exception], ExitCode] = {
 
 def start(settings: WorkerSettings) -> int:
     """Run a worker until its end; return the exit code."""
+    build_records()
     for verbose in ("httpx", "httpx2", "uvicorn"):
         logging.getLogger(verbose).setLevel(logging.WARNING)
     # Its warnings are for the authors of models, and repeat with every prompt of the warm-up.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    _keep_kernels(settings.state_dir.expanduser() / "kernels")
     try:
         return _run(settings)
     except (InvalidSettings, ModelUnusable, NotAdmitted) as error:
@@ -71,6 +74,17 @@ def start(settings: WorkerSettings) -> int:
         os._exit(ExitCode.INTERRUPTED)  # MLX aborts a process that ends while a thread of it runs
 
 
+def _keep_kernels(folder: Path) -> None:
+    """Let MLX on Linux find its kernels again when the machine restarts, in a folder of this user.
+
+    It compiles them into the folder of temporary files, for up to a minute.
+    """
+    if sys.platform == "linux" and "TMPDIR" not in os.environ:
+        with contextlib.suppress(OSError):
+            make_private(folder)
+            os.environ["TMPDIR"] = str(folder)
+
+
 def _run(settings: WorkerSettings) -> int:
     # Bind before the weights load, which may take minutes: a port in use is reported at once.
     with _bind(settings.listening_host, settings.port) as listener:
@@ -78,14 +92,16 @@ def _run(settings: WorkerSettings) -> int:
         # Stable over restarts, and unique on its machine.
         host_name = name_of_host(socket.gethostname()) or "worker"
         worker_id = settings.id or f"{host_name}-{port}"
+        url = advertised_url(host, port, settings.join or None)
         if settings.join:
-            wait_for_gateway(settings.join, settings.token, worker_id, _pause_of(settings))
+            pause = _pause_of(settings)
+            wait_for_gateway(settings.join, settings.token, worker_id, url, pause)
         source = resolve_model(settings.model)
         adapter = resolve_model(settings.adapter) if settings.adapter else None
         starting = StartingWorker(
             worker_id=worker_id,
             boot_id=secrets.token_hex(8),
-            url=advertised_url(host, port, settings.join or None),
+            url=url,
             model=_served_name(source, adapter),
             labels=settings.labels,
             clock=time.monotonic,
@@ -319,7 +335,7 @@ def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None
     if not gateway_url:
         _print(
             "Not joined to any gateway: this worker answers at its own address alone. To join one, "
-            "start it with --join http://GATEWAY:8000 --token TOKEN"
+            "start it with --join http://GATEWAY:8000, and with its token in PACELINE_JOIN_TOKEN"
         )
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
@@ -363,9 +379,9 @@ def _drafts(card: ModelCard) -> str:
     drafts = f"It drafts {count}{fewer}" if effective else "It does not draft"
     more = ""
     if card.looks_up and card.mtp:
-        more = " Prompt lookup drafts too."
+        more = " It drafts words that occurred before too (prompt lookup)."
     elif card.looks_up:
-        drafts = "It drafts by prompt lookup alone"
+        drafts = "It drafts only words that occurred before (prompt lookup)"
     found = known_head(card.model) if requested and not card.mtp else None
     hint = f" There is an MTP head for it: start the worker with --mtp {found}." if found else ""
     return f"{drafts}{reason}.{more}{hint}"

@@ -50,6 +50,7 @@ function row(key) {
   const reach = [...key.models, ...key.pools.map((pool) => `pool ${pool}`)];
   const actions = [
     button("Edit", () => edit(key), { "aria-label": `Edit the key ${key.name}` }),
+    button("Rotate", () => rotate(key), { "aria-label": `Replace the secret of the key ${key.name}` }),
     button("Revoke", () => revoke(key), { class: "danger-text", "aria-label": `Revoke the key ${key.name}` }),
   ];
   return make(
@@ -59,7 +60,7 @@ function row(key) {
     cell("Key", make("code", {}, `${key.prefix}…`), make("span", { class: "muted small block" }, key.id)),
     cell("Access", reach.length ? reach.join(", ") : make("span", { class: "muted" }, "everything")),
     cell("Limits", limits.length ? limits.map((text) => make("span", { class: "block" }, text)) : make("span", { class: "muted" }, "none")),
-    cell("State", pill(key.state, TONES[key.state]), make("span", { class: "muted small block" }, stateTime(key))),
+    cell("State", pill(key.state, TONES[key.state]), make("span", { class: "muted small block" }, stateTime(key)), refusals(key)),
     make("td", { class: "row" }, key.state === "revoked" ? "" : actions),
   );
 }
@@ -72,6 +73,11 @@ function stateTime({ revoked_at, expires_at, created_at }) {
   if (revoked_at) return [ago(revoked_at)];
   if (expires_at) return `until ${new Date(expires_at).toLocaleDateString()}`;
   return ["created ", ago(created_at)];
+}
+
+// The use of a secret that has ended.
+function refusals({ refused, refused_at: at, refused_from: from }) {
+  return refused > 0 && make("span", { class: "refusal small block" }, `used ${amount(refused)} times since, from ${from}, `, ago(at));
 }
 
 async function create() {
@@ -89,6 +95,15 @@ function edit(key) {
     await requestJson("PATCH", `/keys/${key.id}`, terms);
     await refresh();
     notice(`The changes of ${key.name} apply from the next request on.`);
+  });
+}
+
+function rotate(key) {
+  const text = "The present secret will be rejected from now on; running requests continue. Limits and usage stay.";
+  confirmFirst(`Replace the secret of ${key.name}?`, text, "Replace secret", async () => {
+    const rotated = await requestJson("POST", `/keys/${key.id}/rotate`);
+    await refresh();
+    showSecret(rotated);
   });
 }
 

@@ -61,7 +61,7 @@ function byDay(from, to, rows, ids, nameOf) {
 // Some engines do not tell how much of a prompt they had cached: that is unknown, and not zero.
 function cached({ requests, cached_tokens, cached_unknown_requests: unknown }) {
   if (unknown && unknown === requests) return "unknown";
-  return `${amount(cached_tokens)}${unknown ? " and more" : ""}`;
+  return `${unknown ? "at least " : ""}${amount(cached_tokens)}`;
 }
 
 function segment(share, shade) {

@@ -2,6 +2,7 @@
 
 import { request, requestJson } from "./api.js";
 import { openDialog } from "./dialogs.js";
+import { copyButton } from "../shared/copy.js";
 import { ago, bar, button, byId, make, notice, pill, several } from "../shared/elements.js";
 import { authorHeader } from "./policy_api.js";
 
@@ -131,29 +132,46 @@ async function drain(id) {
 }
 
 // The join token opens the routes of workers, and no page may read it: the command names its place.
-function addMac() {
-  const loopback = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
-  const gateway = loopback ? location.origin.replace(location.hostname, "GATEWAY-ADDRESS") : location.origin;
-  const code = (text) => make("pre", { class: "command", tabindex: "0" }, make("code", {}, text));
+async function addMac() {
+  const { workers: all, joining } = await requestJson("GET", "/workers");
+  const near = ["localhost", "127.0.0.1", "[::1]"].includes(location.hostname);
+  const gateway = near ? joining.url : location.origin;
+  const there = joining.local_url.endsWith(":8000") ? "" : ` --url ${joining.local_url}`;
+  const token = `$(cat '${joining.token_file.replaceAll("'", `'\\''`)}')`;
   const news = make("p", { role: "status" }, "Waiting for a new worker …");
   arrivals = { known: undefined, news };
+  const join = [
+    make("p", {}, "On the gateway\u2019s machine, print the command for the new Mac, with the join token. If PACELINE_JOIN_TOKEN sets the token, take it instead of the file:"),
+    command("Copy the command that prints the command", `echo "PACELINE_JOIN_TOKEN=${token} paceline worker --join ${gateway}${model(all)}"`),
+    make("p", {}, "On the new Mac, install Paceline for a worker, and run the printed command (in a clone, with .venv/bin/paceline). NAME, if it is there, is the folder or the Hugging Face name of a model."),
+  ];
+  const open = [
+    make("p", {}, "The gateway listens for its own machine only. For other Macs, create an API key, and start it again so that it listens on your network; then this dialog has the command by which a Mac joins:"),
+    command("Copy the command that opens the gateway", "paceline up --host 0.0.0.0"),
+  ];
   const dialog = openDialog(
     "Add a Mac",
     [
-      loopback &&
-        make("p", {}, "You see this page at an address of the gateway\u2019s own machine. Other Macs need its network address, and a gateway that listens there (--host 0.0.0.0, which needs an API key)."),
-      make("p", {}, "On the gateway\u2019s machine, print the join token, unless PACELINE_JOIN_TOKEN sets it:"),
-      code("cat ~/.paceline/join-token"),
-      make("p", {}, "On the new Mac, install Paceline for a worker, and join with that token (in a clone, the command is .venv/bin/paceline):"),
-      code(`PACELINE_JOIN_TOKEN=TOKEN paceline worker --join ${gateway} --model NAME`),
-      make("p", {}, "A Mac that already runs LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp joins as it is, by a command on the gateway\u2019s machine:"),
-      code("paceline join-engine ITS-ADDRESS:PORT"),
+      gateway ? join : open,
+      make("p", {}, "A Mac that already runs LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp joins as it is, by a command on the gateway\u2019s machine, with the address and the port of that engine:"),
+      command("Copy the command that joins an engine", `paceline join-engine ${new URL(joining.local_url).protocol}//ITS-ADDRESS:PORT${there}`),
       news,
     ],
     [],
   );
   dialog.addEventListener("close", () => (arrivals = undefined));
   refresh();
+}
+
+function command(label, text) {
+  return make("div", { class: "row" }, make("pre", { class: "command", tabindex: "0" }, make("code", {}, text)), copyButton(text, { "aria-label": label }));
+}
+
+// Another Mac of a fleet most likely serves its model; the demo is the default.
+function model(all) {
+  const names = all.map(({ model: name }) => name).filter(Boolean);
+  if (names.every((name) => name === "demo")) return "";
+  return ` --model ${names.find((name) => name.includes("/")) ?? "NAME"}`;
 }
 
 function showArrivals(all) {
@@ -164,7 +182,7 @@ function showArrivals(all) {
   if (text && arrivals.news.textContent !== text) arrivals.news.textContent = text;
 }
 
-byId("add-mac").addEventListener("click", addMac);
+byId("add-mac").addEventListener("click", () => perform(addMac));
 
 const path = (id, action) => `/workers/${encodeURIComponent(id)}/${action}`;
 

@@ -1,13 +1,10 @@
 // The last requests that failed: of all keys for an admin, else of the viewer's own key.
 
-import { ApiClient } from "../shared/client.js";
 import { copyButton } from "../shared/copy.js";
-import { ago, make } from "../shared/elements.js";
+import { ago, amount, make } from "../shared/elements.js";
 
 const REFRESH_MS = 15_000;
-const COLUMNS = ["Time", "Reason", "Model", "Worker", "Key", "Request"];
-
-const admin = new ApiClient("/admin/v1", "paceline-admin-key");
+const COLUMNS = ["Time", "Reason", "Model", "Worker", "Key", "From", "Request"];
 
 export class ErrorList {
   #client;
@@ -28,17 +25,16 @@ export class ErrorList {
     if (counts === this.#seen && Date.now() - this.#readAt < REFRESH_MS) return;
     this.#seen = counts;
     this.#readAt = Date.now();
-    const all = admin.hasKey ? await read(admin) : null;
-    const failed = all ?? (await read(this.#client));
-    if (failed) this.#show(failed, all !== null);
+    const failed = await read(this.#client);
+    if (failed) this.#show(failed.errors, failed.all_keys);
     else this.#root.replaceChildren(make("p", { class: "empty" }, "The list cannot be read now."));
   }
 
   #show(errors, all) {
-    const own = this.#client.hasKey ? "of your key" : "of requests without a key";
-    this.#scope.textContent = all ? "of all clients" : `${own}; sign in to the admin page to see those of all clients`;
+    this.#scope.textContent = all ? "of all clients" : "of your key; sign in to the admin page to see those of all clients";
     if (!errors.length) {
-      this.#root.replaceChildren(make("p", { class: "empty" }, "No request has failed lately."));
+      const none = all ? "No request has failed lately." : "No request of your key has failed lately; the counts above are those of all clients.";
+      this.#root.replaceChildren(make("p", { class: "empty" }, none));
       return;
     }
     const head = COLUMNS.map((name) => make("th", { scope: "col" }, name));
@@ -50,21 +46,22 @@ export class ErrorList {
 // Return the list, or null if the viewer may not read it, or the gateway does not respond.
 async function read(client) {
   try {
-    return (await (await client.request("GET", "/errors")).json()).errors;
+    return await (await client.request("GET", "/errors")).json();
   } catch {
     return null;
   }
 }
 
-function row({ time, reason, status, code, model, worker, key, key_name: name, request_id: id }) {
+function row({ count, time, reason, status, code, model, worker, key, key_name: name, address, request_id: id }) {
   return make(
     "tr",
     {},
     cell("Time", ago(time)),
-    cell("Reason", reason, make("span", { class: "muted small block" }, `${status} ${code}`)),
+    cell("Reason", count > 1 && make("strong", {}, `${amount(count)} times: `), reason, make("span", { class: "muted small block" }, `${status} ${code}`)),
     cell("Model", model || "–"),
     cell("Worker", worker || "–"),
     cell("Key", name || key || "none"),
+    cell("From", address || "–"),
     cell("Request", make("span", { class: "request" }, make("code", {}, id), copyButton(id, { class: "quiet", "aria-label": `Copy the id ${id}` }))),
   );
 }

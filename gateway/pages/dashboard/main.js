@@ -12,6 +12,7 @@ import { fill, renew } from "./numbers.js";
 import { gateway, positions, reasons, reuse, speeds } from "./panels.js";
 import { Past } from "./past.js";
 import { showTracks } from "./tracks.js";
+import { UsageList } from "./usage.js";
 import { showProblem, showTrouble, worstState } from "./trouble.js";
 
 // The parts that are rendered for each state, by the id of their element.
@@ -23,6 +24,7 @@ const LASTED_MS = 3000;
 const client = new ApiClient("/v1", "paceline-key");
 const past = new Past();
 const errors = new ErrorList(client, byId("errors"), byId("errors-of"));
+const usage = new UsageList(client, byId("usage"));
 let curves;
 let leaving;
 
@@ -107,6 +109,7 @@ function draw(state, signal) {
   document.body.classList.remove("stale");
   showTrouble(state);
   errors.update(state);
+  usage.update();
   past.take(state);
   showFacts(state);
   showTracks(byId("tracks"), state);

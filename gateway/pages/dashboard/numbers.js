@@ -62,7 +62,8 @@ export function fill(root, state) {
   for (const element of root.querySelectorAll("[data-of]")) {
     const value = at(state, element.dataset.of);
     element.dataset.value = value === undefined ? "" : JSON.stringify(value);
-    write(element, value === undefined ? "–" : as[element.dataset.as](value));
+    const unknown = value === undefined || element.classList.contains("none");
+    write(element, unknown ? "–" : as[element.dataset.as](value));
   }
 }
 

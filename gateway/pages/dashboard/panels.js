@@ -63,7 +63,7 @@ export function reasons({ decisions, mtp }) {
   const known = mtp.enabled ? "mtp" : "decisions";
   const counts = (mtp.enabled ? mtp : decisions).bypass_counts;
   const sorted = Object.entries(counts).filter(([, count]) => count).sort(([, one], [, other]) => other - one);
-  if (!sorted.length) return empty(decisions.total ? "Each request got drafts so far." : "No request yet.");
+  if (!sorted.length) return empty(decisions.total ? "No worker has left a request without drafts so far." : "No request yet.");
   return sorted.map(([reason, count]) =>
     row(BYPASS_NAMES[reason] ?? reason, place(`${known}/bypass_counts/${reason}`, "count"), count, sorted[0][1], BYPASS_REASONS[reason] ?? "Unknown reason."),
   );
@@ -98,7 +98,7 @@ export function speeds({ pools }) {
 
 // How requests end that are not completed.
 const OUTCOMES = {
-  refused: "at fault themselves",
+  refused: "refused for a fault of the client",
   unserved: "without a free worker",
   resent: "sent on by the proxy in front",
   failed: "failed by a worker",

@@ -11,7 +11,7 @@ export function showTrouble({ store, workers }) {
   const texts = [...stored(store), ...sentences(workers)];
   const present = Object.values(workers).some(({ state, absence }) => state !== "gone" || SENTENCES[absence.kind]);
   const why = Object.values(workers).some(({ absence }) => absence.kind === "left") ? "All Macs have signed off" : "No worker has joined";
-  const command = make("code", {}, `paceline worker --join ${location.origin} --token TOKEN`);
+  const command = make("code", {}, `PACELINE_JOIN_TOKEN=TOKEN paceline worker --join ${location.origin}`);
   const page = document.querySelector('nav a[href="/admin#workers"]') && ["; \u201cAdd a Mac\u201d on the page ", make("a", { href: "/admin#workers" }, "Workers"), " explains it"];
   const nobody = [`${why}, so requests cannot be answered. Start a worker with `, command, page, "."];
   show([...texts.map((text) => make("p", {}, text)), !present && make("p", {}, nobody)].filter(Boolean));

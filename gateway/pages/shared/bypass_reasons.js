@@ -1,4 +1,4 @@
-// Why a request got no drafts: each reason in a few words, and in a sentence.
+// Why a request is not for the lane of greedy text, or ran where it ran: in a few words, and in a sentence.
 
 export const BYPASS_NAMES = {
   endpoint: "Embeddings and ranking",
@@ -18,12 +18,19 @@ export const BYPASS_REASONS = {
   endpoint: "The request asks for vectors or for a ranking, so nothing is generated.",
   exact: "The answer must be the same in every bit, alone and beside other requests.",
   media: "The request contains pictures, video, audio or files.",
-  non_greedy_sampling: "The request samples: its temperature is above 0. Set temperature 0 to use drafts.",
+  non_greedy_sampling: "The request samples: its temperature is above 0. Its lane drafts only where that pays.",
   logits_processors: "Penalties, biases or forbidden words change token scores.",
   logprobs: "The request asks for log probabilities.",
   multiple_choices: "The request asks for several choices (n above 1).",
-  prompt_too_long: "The prompt is longer than the speculative lane accepts.",
+  prompt_too_long: "The prompt is longer than the lane text-mtp accepts.",
   no_mtp_worker: "No worker that can draft was available.",
   mtp_not_paying: "Drafting was measured to be slower than plain decoding at that batch size.",
   head_unhealthy: "The MTP head failed its self-test, or kept failing.",
+};
+
+export const LANE_REASONS = {
+  ...BYPASS_REASONS,
+  eligible: "Greedy text runs in the lane that drafts most.",
+  policy: "The policy sends such requests there.",
+  spilled: "The preferred pool was full.",
 };

@@ -1,5 +1,7 @@
 // An HTTP client for the gateway. The key stays in this tab's session storage and is sent only in a header.
 
+const ADMIN_KEY = "paceline-admin-key";
+
 export class ApiError extends Error {
   constructor(status, code, message) {
     super(message);
@@ -17,21 +19,27 @@ export class ApiClient {
     this.onSignedOut = () => {};
   }
 
+  // The admin key of this tab opens the routes of clients too.
+  get #key() {
+    return sessionStorage.getItem(this.name) ?? sessionStorage.getItem(ADMIN_KEY);
+  }
+
   get hasKey() {
-    return sessionStorage.getItem(this.name) !== null;
+    return this.#key !== null;
   }
 
   storeKey(key) {
     sessionStorage.setItem(this.name, key);
   }
 
+  // Remove the key that is sent.
   removeKey() {
-    sessionStorage.removeItem(this.name);
+    sessionStorage.removeItem(sessionStorage.getItem(this.name) === null ? ADMIN_KEY : this.name);
   }
 
   // Send a request and return the response; throw an ApiError if it fails.
   async request(method, path, { headers = {}, body, signal } = {}) {
-    const key = sessionStorage.getItem(this.name);
+    const key = this.#key;
     const allHeaders = { ...headers };
     if (key !== null) allHeaders.authorization = `Bearer ${key}`;
     let response;

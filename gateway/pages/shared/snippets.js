@@ -1,7 +1,7 @@
 // Code that asks one question, for the common clients, with address, model and key filled in.
 
 import { copyButton } from "./copy.js";
-import { make } from "./elements.js";
+import { amount, make } from "./elements.js";
 
 // The toy model was trained on this question.
 const QUESTION = "Count from 1 to 20.";
@@ -78,6 +78,7 @@ print(chat.invoke(${python(messages.length === 1 && typeof messages[0].content =
 const OTHERS = [
   {
     name: "Claude Code",
+    leastTokens: 64000,
     // Without its size, the client takes the context for far larger than it is, and never compacts.
     code: ({ baseUrl, model, apiKey, contextTokens }) => `# npm install -g @anthropic-ai/claude-code
 export ANTHROPIC_BASE_URL=${forShell(rootOf(baseUrl))}
@@ -100,6 +101,7 @@ print(message.content[0].text)
   },
   {
     name: "Codex",
+    leastTokens: 24000,
     code: ({ baseUrl, model, apiKey, contextTokens }) => `# npm install -g @openai/codex
 # In ~/.codex/config.toml:
 model = ${quoted(model)}
@@ -159,8 +161,11 @@ export function snippetTabs(clients, settings) {
   }
 
   function fillIn(next) {
-    clients.forEach(({ code }, index) => {
-      const text = code(next);
+    clients.forEach(({ name, code, leastTokens }, index) => {
+      // An agent begins with the descriptions of all its tools.
+      const text = next.contextTokens < leastTokens
+        ? `# ${name} needs a model with a context of ${amount(leastTokens)} tokens. That of ${next.model} has ${amount(next.contextTokens)}.\n`
+        : code(next);
       if (codes[index].textContent !== text) codes[index].textContent = text;
     });
   }

@@ -1,12 +1,15 @@
 // One answer: its text while it grows, and where and how it was written.
 
-import { BYPASS_REASONS } from "../shared/bypass_reasons.js";
+import { LANE_REASONS } from "../shared/bypass_reasons.js";
 import { amount, button, make, several } from "../shared/elements.js";
 import { MarkdownView } from "./markdown.js";
 import { TokenSources } from "./tokens.js";
 
 // The page spends at most this share of its time on drawing.
 const DRAWING_SHARE = 0.2;
+// Fewer tokens after the first, or a shorter time if the worker tells none, do not show a speed.
+const LEAST_TOKENS = 16;
+const LEAST_MS = 1000;
 
 export class Answer {
   text = "";
@@ -21,6 +24,7 @@ export class Answer {
   #headers = null;
   #usage = null;
   #finish = "";
+  #tokenMs = 0; // for each token after the first, as the worker measures; 0 if it does not
   #firstMs = 0;
   #lastMs = 0;
 
@@ -38,9 +42,10 @@ export class Answer {
   }
 
   // Take a chunk of the stream.
-  take({ choices: [choice], usage, headers }) {
+  take({ choices: [choice], usage, metrics, headers }) {
     if (headers) this.#headers = new Headers(headers); // this answer waited for a worker
     this.#usage = usage ?? this.#usage;
+    this.#tokenMs = metrics?.mean_itl_ms ?? this.#tokenMs;
     if (!choice) return;
     if (choice.token_sources) this.#tokens.add(choice.token_sources);
     const { content, reasoning, reasoning_content = reasoning } = choice.delta ?? {};
@@ -124,7 +129,7 @@ export class Answer {
     if (tokens) facts.push([`${ended} ${several(tokens, "token")}`, ...this.#speed(tokens), "."]);
     if (total) {
       const share = `${Math.round((100 * accepted) / total)}%`;
-      facts.push(accepted ? [make("strong", {}, `${amount(accepted)} of ${amount(total)} tokens`), ` (${share}) were drafted ahead and accepted.`] : ["No token was drafted ahead. ", this.#reason()]);
+      facts.push(accepted ? [make("strong", {}, `${amount(accepted)} of ${amount(total)} tokens`), ` (${share}) were drafted ahead and accepted.`] : ["No token was drafted ahead."]);
     }
     if (this.#headers?.get("x-paceline-worker")) facts.push(this.#place());
     return facts;
@@ -132,19 +137,17 @@ export class Answer {
 
   #speed(tokens) {
     if (!this.#firstMs) return [];
-    const seconds = (this.#lastMs - this.#firstMs) / 1000;
+    const more = tokens - 1;
+    const ms = this.#tokenMs * more || this.#lastMs - this.#firstMs;
     const first = `; the first came after ${((this.#firstMs - this.#sentMs) / 1000).toFixed(2)} s`;
-    return tokens > 1 && seconds > 0 ? [first, ", then ", make("strong", {}, `${amount(Math.round((tokens - 1) / seconds))} tokens/s`)] : [first];
+    if (more < LEAST_TOKENS || ms < (this.#tokenMs ? 0 : LEAST_MS)) return [first, ", and it is too short to say how fast the rest came"];
+    return [first, ", then ", make("strong", {}, `${amount(Math.round((1000 * more) / ms))} tokens/s`)];
   }
 
   #place() {
     const of = (name) => this.#headers.get(`x-paceline-${name}`);
     const cached = of("prefix") === "hit" ? " The system prompt came from its cache." : "";
-    const why = of("reason") === "eligible" ? " Greedy text runs in the lane that drafts." : "";
-    return ["It ran on ", make("strong", {}, of("worker")), ` in the pool ${of("pool")}.${why}${cached}`];
-  }
-
-  #reason() {
-    return BYPASS_REASONS[this.#headers?.get("x-paceline-reason")] ?? "";
+    const why = LANE_REASONS[of("reason")] ?? "";
+    return ["It ran on ", make("strong", {}, of("worker")), ` in the pool ${of("pool")}. ${why}${cached}`];
   }
 }

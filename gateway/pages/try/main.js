@@ -200,4 +200,5 @@ byId("marks").addEventListener("change", () => byId("log").classList.toggle("unm
 for (const id of ["model", "system", "effort", ...Object.keys(NUMBERS)]) byId(id).addEventListener("input", () => snippets.fillIn(snippetSettings()));
 byId("snippets").append(snippets.element);
 startOver();
+byId("question").focus({ preventScroll: true });
 await loadModels();

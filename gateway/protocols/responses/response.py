@@ -454,12 +454,15 @@ def _usage_of(frame: Mapping[str, Any]) -> Json | None:
     usage = read_usage(frame)
     if usage is None:
         return None
-    prompt, completion, cached, _, written, _ = usage
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
     made = object_in(object_in(frame, "usage"), "completion_tokens_details")
     reasoning = made.get("reasoning_tokens")
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": usage.written_tokens,
+        },
         "output_tokens": completion,
         "output_tokens_details": {
             "reasoning_tokens": min(reasoning, completion) if type(reasoning) is int else 0

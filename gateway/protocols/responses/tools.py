@@ -300,7 +300,7 @@ def _function(name: str) -> Json:
 
 def _reference(tools: Mapping[str, Tool], reference: Mapping[str, Any], at: str) -> str:
     """Return the function that a reference to a tool names; raise `FieldError`."""
-    check_keys("RESPONSES tool_choice", reference, path=at)
+    check_keys(f"RESPONSES {at.partition('[')[0]}", reference, Inside(), at)
     name = flat_name(_name(reference, at), reference.get("namespace"))
     if name not in tools:
         raise must(f"{at}.name", "be the name of one of 'tools'")

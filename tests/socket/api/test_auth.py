@@ -50,6 +50,7 @@ DATA_PLANE = (
     ("GET", "/v1/models/demo", 200),
     ("GET", "/v1/status", 200),
     ("GET", "/v1/errors", 200),
+    ("GET", "/v1/usage", 200),
 )
 ADMIN_PLANE = (
     ("GET", "/admin/v1/workers", 200),
@@ -65,6 +66,7 @@ ADMIN_PLANE = (
     ("GET", "/admin/v1/keys/key-000000000000", 404),
     ("PATCH", "/admin/v1/keys/key-000000000000", 404),
     ("DELETE", "/admin/v1/keys/key-000000000000", 404),
+    ("POST", "/admin/v1/keys/key-000000000000/rotate", 404),
     ("GET", "/admin/v1/usage", 200),
     ("GET", "/admin/v1/errors", 200),
     ("GET", "/admin/v1/policy", 200),
@@ -85,7 +87,7 @@ JOINING = (
     ("DELETE", f"{WORKER}-unknown", 204),
 )
 AUTHORIZED = (
-    *((route, {"static", "active"}) for route in DATA_PLANE),
+    *((route, {"static", "active", "admin"}) for route in DATA_PLANE),
     *((route, {"admin"}) for route in ADMIN_PLANE),
     *((route, {"join"}) for route in JOINING),
 )
@@ -159,7 +161,9 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, a
                     if response.status_code == 405:
                         methods = methods_of(path, port_routes)
                         assert response.headers["allow"] == ", ".join(sorted(methods))
-                    if response.status_code == 401:
+                    if method == "HEAD":
+                        assert response.content == b""
+                    elif response.status_code == 401:
                         error = response.json()["error"]
                         # The second is in Anthropic's shape.
                         codes = {"invalid_api_key", "authentication_error"}
@@ -168,7 +172,7 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, a
 
 
 def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -> int:
-    if (method, path) in PUBLIC & port_routes:
+    if (method.replace("HEAD", "GET"), path) in PUBLIC & port_routes:
         return 200
     methods = methods_of(path, port_routes)
     return 401 if method in methods else 405 if methods else 404
@@ -177,7 +181,8 @@ def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -
 def methods_of(path: str, port_routes: set[tuple[str, str]]) -> set[str]:
     """Return the methods of a path, whose last part may stand for the id of a response too."""
     as_id = f"{path.rpartition('/')[0]}/{{response_id}}"
-    return {method for method, route_path in port_routes if route_path in (path, as_id)}
+    methods = {method for method, route_path in port_routes if route_path in (path, as_id)}
+    return methods | ({"HEAD"} if "GET" in methods else set())
 
 
 @pytest.mark.parametrize(
@@ -243,6 +248,19 @@ def test_c3_without_a_given_admin_key_only_the_stored_one_is_accepted(module_gat
             assert refused.status_code == 401, (method, path)
             words = "A valid admin key is required"
             assert refused.json()["error"]["message"].startswith(words)
+
+
+def test_head_answers_as_get_without_a_body(gateway_with_keys, secrets) -> None:
+    headers = {"authorization": f"Bearer {secrets['admin']}"}
+    with httpx.Client(base_url=gateway_with_keys.url, headers=headers, timeout=30) as client:
+        for path in ("/livez", "/openapi.json", "/v1/models", "/admin/v1/keys", "/v1/status"):
+            head, get = client.head(path), client.get(path)
+            assert (head.status_code, head.content) == (200, b"")
+            assert head.headers["content-type"] == get.headers["content-type"]
+        # Of a stream it ends with the head, and the connection serves the next request.
+        events = client.head("/v1/status/events")
+        assert events.headers["content-type"].startswith("text/event-stream")
+        assert client.get("/livez").text == "alive\n"
 
 
 def test_no_response_has_cors_headers(gateway_with_keys: RunningGateway) -> None:

@@ -19,7 +19,7 @@ from gateway.errors import StartupError
 from gateway.server import serve
 from paceline.lifecycle import Shutdown
 from tests.support.fake_clock import MovedClock
-from tests.support.log_capture import LogCapture
+from tests.support.log_capture import LogCapture, capture_logs
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import (
     RunningGateway,
@@ -82,8 +82,10 @@ def test_after_the_first_key_every_request_requires_one_whatever_becomes_of_it(
     ("terms", "param", "expected"),
     [
         ({"name": "a", "nmae": "b"}, "nmae", "unknown field"),
-        ({"name": "=1+1"}, "name", "must match"),
-        ({"name": "a\nb"}, "name", "must match"),
+        ({"name": "=1+1"}, "name", "the first is a letter or digit"),
+        ({"name": "a\nb"}, "name", "1 to 64 characters"),
+        ({"name": "Émile"}, "name", r"letters \(A to Z, a to z\), digits, spaces and \. _ @ / -; "),
+        ({"name": "a", "models": ["gpt-*"]}, "models.0", r"name of one model.* without '\*'"),
         ({}, "name", "is required"),
         ({"name": "a", "nmae": None}, "nmae", "unknown field"),
         ({"name": "a", "requests_a_minute": 0}, "requests_a_minute", "at least 1"),
@@ -131,9 +133,9 @@ def test_a_patch_changes_terms_at_run_time_and_null_removes_a_limit(shared_gatew
             {"api_key": "a-secret", "admin_key": "a-secret"},
             "PACELINE_API_KEY and PACELINE_ADMIN_KEY have the same value",
         ),
-        ({"api_key": "a-secret\n"}, "PACELINE_API_KEY contains"),
-        ({"admin_key": "a-secret\n"}, "PACELINE_ADMIN_KEY contains"),
-        ({"join_token": "a-secret\n"}, "PACELINE_JOIN_TOKEN contains"),
+        ({"api_key": "a-secret\n"}, "PACELINE_API_KEY begins or ends with white space"),
+        ({"admin_key": " a-secret"}, "PACELINE_ADMIN_KEY begins or ends with white space"),
+        ({"join_token": "a\nsecret"}, "PACELINE_JOIN_TOKEN contains"),
     ],
 )
 async def test_equal_secrets_and_those_that_no_header_carries_fail_the_start_and_are_not_printed(
@@ -186,7 +188,8 @@ def test_f51_a_revoked_key_is_rejected_immediately_and_its_running_streams_end(
     assert status_and_code(shared_gateway.chat()) == (401, "invalid_api_key")
     assert shared_gateway.chat(headers=other).status_code == 200
     assert revoked["state"] == "revoked"
-    assert shared_gateway.revoke_key(created) == revoked, "a second one changes no timestamp"
+    again = shared_gateway.revoke_key(created)
+    assert again["revoked_at"] == revoked["revoked_at"], "a second one changes no timestamp"
 
 
 def test_revoking_a_key_ends_a_response_that_has_not_begun(shared_gateway, module_worker) -> None:
@@ -219,6 +222,108 @@ def test_an_expired_key_is_rejected_and_its_stream_ends(tmp_path, worker, readab
         if readable:
             shown = gateway.admin.get(f"/admin/v1/keys/{created['id']}").json()
             assert shown["state"] == "expired"
+            told = f"This API key expired on {expires_at:%Y-%m-%d %H:%M} UTC. Ask the admin"
+            assert gateway.chat().json()["error"]["message"].startswith(told)
+
+
+def test_the_use_of_an_ended_secret_is_told_to_its_holder_and_to_admins(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    """Its holder learns how it ended; an admin sees key, address and count, as one row."""
+    gateway = gateway_with_worker
+    leaked, replaced = gateway.create_key(name="Ann"), gateway.create_key(name="Bob")
+    gateway.revoke_key(leaked)
+    rotated = gateway.admin.post(f"/admin/v1/keys/{replaced['id']}/rotate").json()
+    with capture_logs() as logs:
+        for key, how in ((leaked, "revoked"), (replaced, "replaced")):
+            headers = bearer_headers(key) | {"x-forwarded-for": "203.0.113.9"}
+            claim = {**headers, "x-forwarded-for": f"fe80::1%{'x' * 400}"}
+            refused = [gateway.chat(headers=headers) for _ in range(3)]
+            refused += [gateway.chat(headers=claim)]
+            refused += [gateway.client.get("/v1/models", headers=headers)]
+            anthropic = {"x-api-key": key["secret"], "anthropic-version": "2023-06-01"}
+            message = gateway.client.post("/v1/messages", json={}, headers=anthropic)
+            for response in (*refused, message):
+                text = response.json()["error"]["message"]
+                assert response.status_code == 401
+                assert re.match(rf"This API key was {how} on 20\d\d-.* UTC\. Ask the admin", text)
+    rows = gateway.admin.get("/admin/v1/errors").json()["errors"]
+    through = "203.0.113.9 through 127.0.0.1"
+    named = [(row["key_name"], row["code"], row["count"], row["address"]) for row in rows]
+    assert sorted(named) == sorted(
+        (name, "ended_api_key", count, address)
+        for name in ("Ann", "Bob")
+        for count, address in ((4, through), (2, "127.0.0.1"))
+    )
+    shown = {key["name"]: key for key in gateway.admin.get("/admin/v1/keys").json()["keys"]}
+    assert all((key["refused"], key["refused_from"]) == (6, "127.0.0.1") for key in shown.values())
+    lines = [text for text in logs.texts if text.startswith("key.ended_in_use")]
+    assert sorted(line.split()[1] for line in lines) == sorted(
+        f"key={key['id']}" for key in (leaked, replaced)
+    )
+    assert leaked["secret"] not in str(logs.texts)
+    assert gateway.chat(headers=bearer_headers(rotated)).status_code == 200
+    assert (
+        gateway.chat(headers=bearer_headers({"secret": "pk-x"}))
+        .json()["error"]["message"]
+        .startswith("A valid API key is required")
+    )
+
+
+def test_a_rotated_key_keeps_its_id_and_terms_whatever_a_late_gateway_writes(
+    tmp_path, worker
+) -> None:
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        created = gateway.create_key(name="Ann", team="lab", requests_a_minute=50)
+        path = f"/admin/v1/keys/{created['id']}"
+        before = json.loads((tmp_path / "state.json").read_text())["keys"][created["id"]]
+        second, third = (gateway.admin.post(f"{path}/rotate").json() for _ in range(2))
+        same = ("id", "name", "team", "requests_a_minute", "created_at", "state")
+        assert all(third[name] == created[name] for name in same)
+        assert gateway.admin.post("/admin/v1/keys/key-0/rotate").status_code == 404
+        stored = json.loads((tmp_path / "state.json").read_text())["keys"]
+        damaged = {name: {"x": 1} for name in stored if "/" in name}
+        edit_keys(tmp_path, lambda keys: keys.update(damaged))
+        gateway.use_key(third["secret"])
+        wait_until(lambda: gateway.client.get("/v1/models").status_code == 401)
+        old = gateway.client.get("/v1/models", headers=bearer_headers(created))
+        assert old.status_code == 401, "a damaged rotation revives no old secret"
+        # Another gateway that read the key earlier writes its whole record late.
+        stored[created["id"]] = {**before, "team": "late"}
+        edit_keys(tmp_path, lambda keys: keys.update(stored))
+    with RunningGateway(make_settings(tmp_path)) as again:
+        again.join(worker)
+        statuses = [
+            again.chat(headers=bearer_headers(key)).status_code for key in (created, second, third)
+        ]
+        assert statuses == [401, 401, 200]
+        changed = again.admin.patch(path, json={"team": "x"}).json()
+        assert (changed["team"], changed["prefix"]) == ("x", third["prefix"])
+        again.revoke_key(third)
+        assert status_and_code(again.admin.post(f"{path}/rotate")) == (409, "key_is_revoked")
+        assert "revoked" in again.chat(headers=bearer_headers(third)).text
+
+
+def test_no_two_active_keys_have_one_name(module_gateway: RunningGateway) -> None:
+    first, other = module_gateway.create_key(name="Zoe"), module_gateway.create_key(name="Eva")
+    ended = module_gateway.create_key(name="Ida")
+    module_gateway.revoke_key(ended)
+    keys = "/admin/v1/keys"
+    for refused in (
+        module_gateway.admin.post(keys, json={"name": "zoe"}),
+        module_gateway.admin.patch(f"{keys}/{other['id']}", json={"name": "Zoe"}),
+    ):
+        assert status_and_code(refused) == (400, "invalid_value")
+        assert refused.json()["error"]["param"] == "name"
+        assert first["id"] in refused.json()["error"]["message"]
+    assert module_gateway.admin.post(keys, json={"name": "Ida"}).status_code == 201
+    unchanged = module_gateway.admin.patch(f"{keys}/{first['id']}", json={"name": "Zoe"})
+    assert unchanged.status_code == 200
+
+
+def test_terms_that_have_no_effect_now_are_warned_of(gateway_with_worker: RunningGateway) -> None:
+    created = gateway_with_worker.create_key(models=["demo", "gone"])
+    assert created["warnings"] == ["No worker serves the model 'gone' now."]
 
 
 def test_f50_a_key_revoked_at_one_gateway_is_rejected_by_another(tmp_path, worker) -> None:

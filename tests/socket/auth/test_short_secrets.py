@@ -44,8 +44,9 @@ def test_c24_a_short_key_is_accepted_on_loopback(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/admin/v1/keys"])
 def test_c25_wrong_secrets_of_an_address_wait_ever_longer_and_right_ones_never(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    tmp_path, monkeypatch, share_of_wrong_secrets, path
 ) -> None:
+    monkeypatch.setattr(handler, "_WRONG_SECRETS_SHARE", share_of_wrong_secrets)
     waits: list[float] = []
 
     async def sleep(delay_s: float) -> None:

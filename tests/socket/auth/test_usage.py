@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,7 @@ from gateway.auth.rate_limits import DAY_S
 from gateway.auth.usage import RETENTION_DAYS, UsageRow, compacted, date_of, rows_by_day
 from gateway.auth.usage_store import UsageStore
 from gateway.errors import RecordsUnwritable
+from gateway.telemetry.recent_usage import RecentUsage
 from gateway.types import Caller, Spent, Usage
 from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import (
@@ -284,3 +286,48 @@ def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_at_run_tim
         wait_until(lambda: bool(saved()))
         (record,) = saved().values()
         assert record["rows"] == [[key, "", 1, 7, 3, 2, 0, 0]]
+
+
+async def test_recent_usage_is_that_of_the_last_minute_and_of_the_last_hour() -> None:
+    usage = RecentUsage()
+    usage.current["early", "tokens"] += 1
+    for _ in range(6 * 75):
+        usage.current.update(
+            {("steady", "requests"): 1, ("steady", "tokens"): 2, ("steady", "waited_ms"): 500}
+        )
+        await usage.turn()
+    usage.current.update({("late", "requests"): 1, ("late", "tokens"): 7})
+    minute, hour = usage.last_minute(), usage.last_hour()
+
+    def used(counts: Counter[tuple[str, str]], key: str) -> list[int]:
+        return [counts[key, name] for name in ("requests", "tokens", "waited_ms")]
+
+    assert (used(minute, "steady"), used(hour, "steady")) == ([6, 12, 3000], [360, 720, 180_000])
+    assert used(minute, "late") == used(hour, "late") == [1, 7, 0]
+    assert "early" not in {key for key, _ in hour}
+
+
+def test_a_key_sees_its_recent_usage_and_an_admin_that_of_all(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    gateway = gateway_with_worker
+    gateway.chat()
+    (row,) = gateway.client.get("/v1/usage").json()["keys"]
+    assert (row["key"], row["last_minute"]["requests"]) == ("", 1), "no key is needed yet"
+    ann, bob = (gateway.create_key(name=name) for name in ("Ann", "Bob"))
+    gateway.chat(headers=bearer_headers(ann))
+    for _ in range(3):
+        gateway.chat(headers=bearer_headers(bob))
+    (own,) = gateway.client.get("/v1/usage", headers=bearer_headers(ann)).json()["keys"]
+    assert (own["name"], own["last_hour"]["requests"]) == ("Ann", 1)
+    admin = {"authorization": f"Bearer {gateway.admin_key}"}
+    worker.script = Script(hang_after=3)
+    with begun(gateway.stream(headers=bearer_headers(ann))) as read:
+        rows = gateway.client.get("/v1/usage", headers=admin).json()["keys"]
+        worker.resume.set()
+        read()
+    assert rows[0]["name"] == "Bob", "who uses most is first"
+    assert {row["name"]: row["running"] for row in rows} == {"Bob": 0, "Ann": 1, "": 0}
+    used = gateway.admin.get("/admin/v1/usage").json()["keys"][bob["id"]]
+    tokens = used["prompt_tokens"] + used["completion_tokens"]
+    assert rows[0]["last_minute"] == {"requests": 3, "tokens": tokens, "waited_ms": 0}

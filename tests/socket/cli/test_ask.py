@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import main
+from gateway.cli.explain import BECAUSE, KEPT_OUT
+from gateway.routing.select import BY_POLICY, ELIGIBLE, SPILLED
+from paceline.request.profile import Bypass
 from tests.support.images import png_header
 from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.paceline_process import PacelineProcess, process_environment, start_paceline
 from tests.support.running_gateway import RunningGateway, chat_body
-from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event
+from tests.support.scripted_worker import DONE, USAGE, Script, ScriptedWorker, chunk, event
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_answer_is_printed_as_it_arrives_and_ctrl_c_frees_the_worker(
@@ -46,14 +51,19 @@ def test_a_terminal_alone_shows_reasoning_where_an_answer_ran_how_fast_and_its_d
     url = gateway_with_worker.url
     answer, facts = lines_on_a_terminal(url, tmp_path)[:2]
     assert answer == "one two three"
-    where = "text-mtp on fake-a, because the request can use drafts; first token after "
+    where = "text-mtp on fake-a, because the request is greedy text; first token after "
     assert facts.startswith(where)
-    assert facts.endswith("; 50% of 2 drafted tokens accepted")
+    assert facts.endswith("; too short to say how fast; 50% of 2 drafted tokens accepted")
     thoughts = [chunk({"reasoning_content": one, "reasoning": one}) for one in ("Hm", "m.\x1b[2J")]
-    worker.script = Script(events=(*thoughts, chunk({"content": "Yes"}), chunk({}, "stop"), DONE))
+    usage = USAGE | {"completion_tokens": 21}
+    timed = {"choices": [], "usage": usage, "metrics": {"mean_itl_ms": 2}}
+    end = (chunk({"content": "Yes"}), chunk({}, "stop"), event(timed), DONE)
+    worker.script = Script(events=(*thoughts, *end))
     assert main(["ask", "Say a word.", "--url", url]) == 0
     assert capsys.readouterr().out == "Yes\n"
-    assert lines_on_a_terminal(url, tmp_path)[:3] == ["Hmm.\ufffd[2J", "", "Yes"]
+    *printed, facts = lines_on_a_terminal(url, tmp_path)[:4]
+    assert printed == ["Hmm.\ufffd[2J", "", "Yes"]
+    assert facts.endswith(" s; 500 tokens/s"), "by the time of the worker"
 
 
 def test_a_pipe_asks_and_gets_the_answer_alone(gateway_with_worker, worker, tmp_path) -> None:
@@ -132,7 +142,7 @@ def test_what_cannot_be_sent_is_one_sentence(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"temperature": 0}, "text-mtp on fake-a, because the request can use drafts."),
+        ({"temperature": 0}, "text-mtp on fake-a, because the request is greedy text."),
         ({}, "vlm on fake-a, because temperature is 1.0."),
         ({"temperature": 0.5, "n": 2}, "vlm on fake-a, because temperature is 0.5, and n is 2."),
     ],
@@ -149,6 +159,15 @@ def test_the_first_line_is_a_sentence_with_the_reason(
     assert json.loads(capsys.readouterr().out)["worker"] == "fake-a"
 
 
+def test_every_reason_of_a_decision_has_its_words_in_a_terminal_and_on_the_pages() -> None:
+    source = (ROOT / "gateway/pages/shared/bypass_reasons.js").read_text()
+    bypass = {reason.value for reason in Bypass}
+    assert bypass | {ELIGIBLE, BY_POLICY, SPILLED} == BECAUSE.keys()
+    assert bypass == KEPT_OUT.keys()
+    assert all(source.count(f"\n  {reason}: ") == 2 for reason in bypass)
+    assert all(f"\n  {reason}: " in source for reason in BECAUSE)
+
+
 def test_a_file_may_hold_the_request_of_any_wire(module_gateway, tmp_path, capsys) -> None:
     plain = {"model": "demo", "temperature": 0}
     said = [{"role": "user", "content": "Hi"}]
@@ -157,7 +176,7 @@ def test_a_file_may_hold_the_request_of_any_wire(module_gateway, tmp_path, capsy
         file.write_text(json.dumps(plain | fields))
         assert main(["explain", str(file), "--url", module_gateway.url]) == 0
         sentence = capsys.readouterr().out.splitlines()[0]
-        assert sentence == "text-mtp on fake-a, because the request can use drafts."
+        assert sentence == "text-mtp on fake-a, because the request is greedy text."
 
 
 def test_without_a_worker_or_a_body_in_json_a_sentence_says_so(

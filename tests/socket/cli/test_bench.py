@@ -84,8 +84,9 @@ def test_results_are_printed_and_written(gateway_with_worker, worker, tmp_path, 
 
 
 def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
-    gateway_with_worker, worker, tmp_path, capsys
+    gateway_with_worker, worker, tmp_path, capsys, monkeypatch
 ) -> None:
+    monkeypatch.setattr("gateway.cli.bench._PIPED_WIDTH", 60)
     worker.script = DRAFTED
     record = tmp_path / "run.json"
     other = ("--compare", f"{gateway_with_worker.url}/v1", "--compare-body", '{"max_tokens": 7}')
@@ -103,7 +104,9 @@ def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
     assert by_name["spec_decode_acceptance_rate"]["ratio"] == 1.0
     printed = capsys.readouterr().out
     for text in ("A / B", f"A1: demo on {gateway_with_worker.url} max_tokens=256", "max_tokens=7"):
-        assert text in printed
+        assert text in " ".join(printed.split())
+    for text in ("\n1 concurrent\n  Figure: Requests/s  A: ", "  TTFT p50: "):
+        assert text in printed, "no column and no word is cut"
 
 
 def test_failed_requests_are_counted_and_their_problem_is_printed(

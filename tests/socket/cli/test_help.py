@@ -108,16 +108,36 @@ def test_a_command_without_a_gateway_says_so_before_it_imports_an_http_client(co
     assert process.stderr == f"paceline: no gateway answers at {url}; `paceline up` starts one.\n"
 
 
-@pytest.mark.parametrize("command", ["gateway", "up", "worker"])
-def test_an_invalid_setting_is_reported_before_the_server_is_imported(command: str) -> None:
-    worker = command == "worker"
-    module, arguments = ("workers.server.main", ()) if worker else ("gateway.cli", (command,))
-    heavy = {"fastapi", "httpx", "mlx", "numpy", "redis", "uvicorn"}
-    process = run(*arguments, "--port", "x", heavy=heavy, module=module)
+NO_MODEL = "'/nowhere' is neither a folder nor the name of a Hugging Face repository."
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("gateway --port x", 2, "--port: 'x' is not a port, which is a number up to 65535."),
+        ("up --port 65536", 2, "--port: '65536' is not a port, which is a number up to 65535."),
+        ("up --host 198.51.100.1", 2, "--host: '198.51.100.1' is no address of this machine."),
+        ("gateway --host x.invalid", 2, "--host: 'x.invalid' is no address of this machine."),
+        ("up --model /nowhere", 2, f"--model: {NO_MODEL}"),
+        ("up --config none", 2, "The configuration file none does not exist."),
+        ("worker --port x", 2, "Invalid settings: --port: it must be a whole number."),
+        ("worker --model /nowhere", 3, NO_MODEL),
+        ("worker --mtp /nowhere", 3, NO_MODEL),
+        ("worker --adapter /nowhere", 3, NO_MODEL),
+        ("worker --spec-prefill /nowhere", 3, NO_MODEL),
+    ],
+)
+def test_a_wrong_value_is_reported_before_the_server_is_imported(command, code, message) -> None:
+    name, *arguments = command.split()
+    worker = name == "worker"
+    module = "workers.server.main" if worker else "gateway.cli"
+    heavy = {"fastapi", "httpx", "mlx", "numpy", "redis", "uvicorn", "uvloop"}
+    process = run(*arguments if worker else (name, *arguments), heavy=heavy, module=module)
+    assert (process.returncode, process.stdout) == (code, "")
     title = "paceline worker" if worker else "paceline"
-    reason = "Invalid settings: --port: it must be a whole number."
-    assert (process.returncode, process.stdout) == (2, "")
-    assert process.stderr == f"{title}: {reason}\n"
+    assert process.stderr.removesuffix(f" See `paceline {name} --help`.\n").strip() == (
+        f"{title}: {message}"
+    )
 
 
 @pytest.mark.parametrize(

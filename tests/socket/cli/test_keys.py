@@ -2,13 +2,15 @@
 
 import io
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
 from gateway.cli import client, main
-from tests.support.running_gateway import RunningGateway, make_settings
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings
 
 
 def test_keys_are_created_listed_used_reported_and_revoked(
@@ -66,7 +68,7 @@ def test_the_first_key_needs_a_confirmation_on_a_terminal(
     assert gateway.admin.get("/admin/v1/keys").json()["required"]
     capsys.readouterr()
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
-    assert main(create) == 0, "only the first key needs one"
+    assert main(["keys", "create", "Bob", *create[3:]]) == 0, "only the first key needs one"
     assert capsys.readouterr().err == ""
 
 
@@ -90,8 +92,73 @@ def test_the_admin_key_comes_from_the_environment(tmp_path, capsys, monkeypatch)
         assert main(["status", "--json", "--url", gateway.url]) == 1, "no worker"
 
 
-def test_a_command_without_a_key_says_where_to_put_one(gateway_with_worker, monkeypatch) -> None:
+def test_keys_are_edited_rotated_and_revoked_by_their_name(gateway, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    url = ("--url", gateway.url)
+    gateway.revoke_key(gateway.create_key(name="Ann"))
+    ann = gateway.create_key(name="Ann", team="lab", models=["demo"], requests_a_minute=5)
+
+    def shown() -> dict[str, Any]:
+        return gateway.admin.get(f"/admin/v1/keys/{ann['id']}").json()
+
+    changes = ("--limit", "tokens_a_day=9", "--clear", "requests_a_minute", "--clear", "models")
+    assert main(["keys", "edit", "ann", "--team", "ops", "--model", "gone", *url]) == 0
+    assert capsys.readouterr().err == "Warning: No worker serves the model 'gone' now.\n"
+    assert main(["keys", "edit", "Ann", "--expires-in", "30d", *changes, *url]) == 0
+    printed = capsys.readouterr().out
+    assert "of Ann: may use all; limits: 9 tokens a day, until 20" in printed
+    expected: dict[str, Any] = {
+        "team": "ops",
+        "models": [],
+        "requests_a_minute": None,
+        "tokens_a_day": 9,
+    }
+    assert shown().items() >= expected.items()
+    assert main(["keys", "list", *url]) == 0
+    listed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"until 20\d\d-\d\d-\d\d \d\d:\d\d [A-Z]", listed), "with its zone"
+    for wrong, problem in (
+        (["Ann"], "nothing to change"),
+        (["Ann", "--team", "a", "--clear", "team"], "team cannot be set and cleared at once"),
+        (["Bob", "--team", "a"], "The key 'Bob' does not exist"),
+    ):
+        with pytest.raises(SystemExit, match=problem):
+            main(["keys", "edit", *wrong, *url])
+
+    assert main(["keys", "rotate", "Ann", *url]) == 0
+    assert shown()["prefix"] == capsys.readouterr().out.split()[-1][:8] != ann["prefix"]
+    gateway.client.get("/v1/models", headers={"x-api-key": ann["secret"]})
+    assert main(["keys", "list", *url]) == 0
+    assert "used 1 times since" in " ".join(capsys.readouterr().out.split())
+    assert main(["keys", "revoke", "Ann", *url]) == 0
+    assert shown()["state"] == "revoked"
+    with pytest.raises(SystemExit, match="is revoked for good"):
+        main(["keys", "edit", "Ann", "--team", "x", *url])
+
+
+def test_the_admin_key_opens_what_an_admin_asks_on_this_machine(
+    gateway_with_worker, capsys, monkeypatch, tmp_path
+) -> None:
+    """C3: the key opens it, and not the machine: without it each command is refused."""
+    gateway_with_worker.create_key(name="Ann")
+    url = ("--url", gateway_with_worker.url)
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps(chat_body()))
+    commands = (["ask", "Say a word."], ["explain", str(body)], ["errors"], ["status"])
+    for command in commands:
+        assert main([*command, *url]) == 0
+    assert "admin" in capsys.readouterr().out, "the key that asked is the one that uses most"
+    (tmp_path / "admin-key").unlink()
+    for command in commands:
+        with pytest.raises(SystemExit, match="needs a key"):
+            main([*command, *url])
+
+
+def test_a_command_without_a_key_says_where_to_put_one(
+    gateway_with_worker, monkeypatch, tmp_path
+) -> None:
     gateway_with_worker.create_key()
+    (tmp_path / "admin-key").unlink()
     command = ["status", "--url", gateway_with_worker.url]
     missing = r"needs a key: PACELINE_API_KEY=pk-\.\.\. paceline status$"
     with pytest.raises(SystemExit, match=missing):
@@ -128,7 +195,7 @@ def test_c3_commands_send_the_stored_admin_key_to_this_machine_only(
 
 
 def test_c3_commands_send_the_stored_admin_key_to_no_other_machine(gateway, monkeypatch) -> None:
-    monkeypatch.setattr(client, "_is_own", lambda _host: False)
+    monkeypatch.setattr(client, "is_own", lambda _host: False)
     with pytest.raises(SystemExit, match=r"reads it from PACELINE_ADMIN_KEY\.$"):
         main(["keys", "list", "--url", gateway.url])
 

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import pytest
 from pydantic import SecretStr
@@ -14,6 +15,7 @@ from gateway.cli import main
 from tests.support.http_server import Request, ServerConnection
 from tests.support.paceline_forks import PIPES, PacelineFork
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
+from tests.support.scripted_worker import Script
 
 
 def test_the_table_reports_a_degraded_store(private_redis, tmp_path, capsys) -> None:
@@ -27,6 +29,43 @@ def test_the_table_reports_a_degraded_store(private_redis, tmp_path, capsys) -> 
     assert "This gateway does not share all state with others: Redis cannot be reached." in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_no_column_vanishes_and_no_name_date_or_id_is_cut_in_two(
+    gateway_with_worker, worker, capsys, monkeypatch, columns
+) -> None:
+    """Where a table has no room, the fields of a row follow its name, line by line."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    gateway, url = gateway_with_worker, ("--url", gateway_with_worker.url)
+    secret = gateway.create_key(name="Ann-of-the-laboratory", team="laboratory")["secret"]
+    gateway.use_key(secret)
+    monkeypatch.setenv("PACELINE_API_KEY", secret)
+    worker.script = Script(status=500)
+    failed = gateway.chat(temperature=0.5)
+    shown = {}
+    for command in (
+        "status",
+        "errors",
+        "keys list",
+        "keys usage",
+        "engines list",
+        "policy history",
+    ):
+        assert main([*command.split(), *url]) == 0
+        shown[command] = printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= columns or columns == 200, printed
+        assert main([*command.split(), *url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out), command
+    for command, names in (
+        ("status", ("fake-a ready", "text-mtp", "Waiting", "Per step", "temperature above 0 (1)")),
+        ("errors", (failed.headers["x-request-id"], "Ann-of-the-laboratory", "worker_failed")),
+        ("keys list", ("Ann-of-the-laboratory", "laboratory", "May use", "Limits")),
+        ("keys usage", (f"{datetime.now(UTC):%Y-%m-%d}", "Ann-of-the-laboratory", "Estimated")),
+        ("policy history", ("Version" if columns == 200 else "1\n", "When")),
+    ):
+        assert all(name in shown[command] for name in names), shown[command]
+    assert "rerank" not in shown["status"], "the pool has no worker"
 
 
 def test_a_closed_pipe_ends_a_command_without_an_error(gateway_with_worker) -> None:
@@ -46,13 +85,17 @@ def test_c18_control_characters_of_a_worker_or_an_error_do_not_reach_the_termina
     state = gateway_with_worker.status()
     worker = state["workers"].pop("fake-a")
     lanes = {escape + name: lane for name, lane in worker["lanes"].items()}
-    state["workers"][f"fake-a{escape}"] = {**worker, "model": f"demo{escape}", "lanes": lanes}
+    state["workers"][f"fake-a{escape}"] = {
+        **worker,
+        "model": f"demo[b]:car:{escape}",
+        "lanes": lanes,
+    }
     state["policy"]["file_problem"] = state["store"]["problem"] = escape
     with serving_json(200, state) as url:
         for arguments in ([], ["--json"]):
             assert main(["status", "--url", url, *arguments]) == 0
             output = capsys.readouterr().out
-            assert "demo" in output
+            assert "demo[b]:car:" in output
             assert not {"\x1b", "\x07", "\x9b"} & {*output}
     with (
         serving_json(400, {"error": {"message": "no \x1b[2J"}}) as url,

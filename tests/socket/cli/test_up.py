@@ -1,10 +1,13 @@
 """`paceline up`: the ready message, to whom it shows the join token, and its supervisor."""
 
 import asyncio
+import errno
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -13,7 +16,10 @@ from pydantic import SecretStr
 from gateway.cli import up
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.up import _WorkerRunner
+from gateway.config.startup_checks import network_url
 from gateway.server import Listening
+from paceline.addresses import is_loopback
+from paceline.command_line import is_own
 from paceline.protocol import READY_PREFIX, START_PREFIX, StartProgress, StartStage
 from tests.support.running_gateway import make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
@@ -67,12 +73,24 @@ def test_it_names_a_command_that_the_shell_does_not_find(
 
 def test_l9_an_open_gateway_prints_the_token_on_a_terminal_alone(tmp_path, monkeypatch) -> None:
     text = message(tmp_path, host="0.0.0.0", keyed=True)
+    assert "    PACELINE_JOIN_TOKEN=TOKEN " in text
     assert " worker --join http://" in text
     assert "--join http://0.0.0.0" not in text
-    assert " --token TOKEN " in text
+    assert "--token" not in text, "`ps` shows arguments"
     assert JOIN_TOKEN not in text
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert f" --token {JOIN_TOKEN} " in message(tmp_path, host="0.0.0.0", keyed=True)
+    assert f"    PACELINE_JOIN_TOKEN={JOIN_TOKEN} " in message(tmp_path, host="0.0.0.0", keyed=True)
+
+
+def test_without_a_default_route_others_are_given_an_address_of_this_machine(monkeypatch) -> None:
+    def connect(_socket: socket.socket, _address: object) -> None:
+        raise OSError(errno.ENETUNREACH, "no route")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    host = urlsplit(network_url("0.0.0.0", 8000)).hostname or ""
+    monkeypatch.undo()
+    assert is_own(host)
+    assert not is_loopback(host)
 
 
 async def test_it_is_not_ready_while_its_worker_is_cordoned_and_says_who_has_done_that(

@@ -183,12 +183,13 @@ class Fleet(RuleBasedStateMachine):
         self.runner.run(gateway.store.apply(proposal(content), AUTHOR_ANN, onto=onto))
 
 
-def test_f81_no_edit_is_undone_by_a_file_that_nobody_changed(redis, tmp_path) -> None:
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.proof)])
+def test_f81_no_edit_is_undone_by_a_file_that_nobody_changed(redis, tmp_path, count) -> None:
     numbers = itertools.count()
     run_state_machine_as_test(
         cast("Any", lambda: Fleet(redis, tmp_path / str(next(numbers)))),
         settings=settings(
-            max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck)
+            max_examples=count, stateful_step_count=20, suppress_health_check=list(HealthCheck)
         ),
     )
 

@@ -10,6 +10,19 @@ from gateway.errors import StartupError
 from paceline.settings import unknown_variables
 from workers.settings import WorkerSettings
 
+NO_HOST = "is no host name like paceline.example.com, without '*', scheme, port and path"
+HOSTS = (
+    "*",
+    "*.example.com",
+    "https://b.example",
+    "b.example:8000",
+    "b.example/v1",
+    "",
+    "bücher.de",
+)
+NO_ORIGIN = "never matches: browsers leave the default port out"
+ORIGINS = ("https://app.example.com:443", "http://localhost:80")
+
 
 def test_flags_override_environment_which_overrides_file_which_overrides_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -29,6 +42,8 @@ def test_flags_override_environment_which_overrides_file_which_overrides_default
         ("PACELINE_PORT", "99999", "it must be at most 65535"),
         ("PACELINE_IDLE_TIMEOUT_S", "x", "it must be a number"),
         ("PACELINE_TRACES", "on", "it must be 'off' or 'otlp'"),
+        *(("PACELINE_ALLOWED_HOSTS", f"a.example,{host}", f"'{host}' {NO_HOST}") for host in HOSTS),
+        *(("PACELINE_ALLOWED_ORIGINS", one, f"'{one}' {NO_ORIGIN}") for one in ORIGINS),
     ],
 )
 def test_a_wrong_value_is_told_in_plain_words(monkeypatch, name, value, problem) -> None:
@@ -36,6 +51,26 @@ def test_a_wrong_value_is_told_in_plain_words(monkeypatch, name, value, problem)
     with pytest.raises(StartupError) as wrong:
         load_settings()
     assert str(wrong.value) == f"Invalid settings: {name}: {problem}."
+
+
+def test_a_variable_that_nothing_replaces_is_no_secret(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "paceline.yaml"
+    for text, path in (
+        ("api_key: ${TEAM_KEY}", "api_key"),
+        ("api_key: $TEAM_KEY", "api_key"),
+        ("state_dir: $HOME/paceline", "state_dir"),
+        ("redis_url: redis://:${PASSWORD:-x}@host:6379/0", "redis_url"),
+        ("worker: {model: '${MODEL}'}", "worker.model"),
+    ):
+        file.write_text(text)
+        with pytest.raises(StartupError, match=f"'{path}' in the .* names a variable") as wrong:
+            load_settings(file)
+        assert "TEAM_KEY" not in str(wrong.value)
+    file.write_text("api_key: a$b${-$9\n")
+    assert load_settings(file).api_key is not None
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", "${SECRET}")
+    with pytest.raises(StartupError, match="PACELINE_ADMIN_KEY names another variable"):
+        load_settings(file)
 
 
 def test_a_variable_that_is_no_setting_is_told_with_the_one_that_was_probably_meant(

@@ -25,6 +25,7 @@ from gateway.state.counters import MemoryCounters
 from paceline.protocol import PROTOCOL, WorkerReport
 from tests.support.fault_proxy import Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import QUICK, SILENCE_S
+from tests.support.http_server import serve_streams
 from tests.support.running_gateway import (
     RunningGateway,
     make_settings,
@@ -346,10 +347,8 @@ async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: Script
 
     fleet = WorkerRegistry(time.monotonic, lambda: 0.0)
     client = ReportClient(PacelineWorker(JOIN_TOKEN), fleet, MemoryCounters())
-    server = await asyncio.start_server(send_without_end, "127.0.0.1", 0)
-    async with server, client.client:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        assert await client.call_back(worker.report(url=url))
+    async with serve_streams(send_without_end) as port, client.client:
+        assert await client.call_back(worker.report(url=f"http://127.0.0.1:{port}"))
     assert sent < 20_000_000, "a report has 256 KB; the system buffers the rest"
 
 

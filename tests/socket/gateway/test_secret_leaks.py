@@ -3,8 +3,6 @@
 The test searches all output but the requests to workers and their responses.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Starting and shutting down: settings, startup errors, draining and signals."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -78,9 +76,10 @@ def test_f35_the_drain_timeout_ends_a_hanging_stream_with_an_error_event(
 
 async def test_an_unknown_host_fails_the_start_and_names_the_flag(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, api_key=SecretStr("static-key-of-20-characters"))
-    settings = settings.model_copy(update={"host": "nosuchhost.invalid"})
-    with pytest.raises(StartupError, match=r"no host 'nosuchhost.invalid'; .* with --host"):
-        await serve(settings, shutdown=Shutdown())
+    for host in ("nosuchhost.invalid", "*"):
+        unknown = settings.model_copy(update={"host": host})
+        with pytest.raises(StartupError, match=r"machine has no (host|address) .* with --host"):
+            await serve(unknown, shutdown=Shutdown())
 
 
 async def listening(settings: Settings) -> Listening:
@@ -94,6 +93,14 @@ async def listening(settings: Settings) -> Listening:
 
     await serve(settings, shutdown=shutdown, started=started)
     return told[0]
+
+
+def test_the_host_of_all_addresses_of_ipv6_serves_ipv4_too(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, host="::", api_key=SecretStr("a-key-of-20-characters"))
+    with RunningGateway(settings) as gateway:
+        port = httpx.URL(gateway.url).port
+        for address in ("127.0.0.1", "[::1]"):
+            assert httpx.get(f"http://{address}:{port}/livez", timeout=60).status_code == 200
 
 
 async def test_listening_beyond_loopback_requires_a_given_or_a_stored_key(tmp_path: Path) -> None:

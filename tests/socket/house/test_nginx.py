@@ -3,8 +3,6 @@
 It finds the gateways by DNS, as workers do; there is no Redis.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -2,8 +2,10 @@
 
 import hashlib
 import importlib.metadata
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from paceline.installation import COMMIT_FILE, commit_of
+from tests.support.running_gateway import wait_until
 from tests.support.wheel import VERSION, WHEEL, build_wheel, run_wheel
 from workers.demo import CHECKPOINT
 
@@ -38,6 +41,39 @@ def test_make_help_lists_every_target() -> None:
     assert re.findall(r"^  make (\w+)", output, re.MULTILINE) == [
         *("help", "up", "test", "proofs", "check", "bench", "pictures", "mutants", "lock", "wheel")
     ]
+
+
+STOPPED = """#!/bin/sh
+case "$*" in
+--version) echo Python 3.11.7 ;;
+"-m venv"*) mkdir -p .venv/bin && ln -sf "$0" .venv/bin/python && exec sleep 600 ;;
+esac
+"""
+"""A Python that makes half an environment, and then takes long."""
+
+
+def test_ctrl_c_ends_the_set_up_with_one_sentence_and_no_half_of_it_passes_for_ready(
+    tmp_path: Path,
+) -> None:
+    for folder in ("scripts", "locks", "bin"):
+        (tmp_path / folder).mkdir()
+    for file in (ROOT / "scripts/setup", ROOT / "pyproject.toml", *LOCKS):
+        shutil.copy(file, tmp_path / file.relative_to(ROOT))
+    python = tmp_path / "bin/python3"
+    python.write_text(STOPPED)
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "PYTHON": ""}
+    with subprocess.Popen(
+        [tmp_path / "scripts/setup", "gateway"], env=environment, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        wait_until((tmp_path / ".venv/bin/python").exists)
+        os.killpg(process.pid, signal.SIGINT)
+        printed, errors = process.communicate()
+    assert process.returncode == 130
+    assert printed == "Making .venv with Python 3.11.7 ...\n"
+    assert errors == "paceline: set-up was stopped; the same command goes on with it.\n"
+    assert not [*tmp_path.glob(".venv/.ready-*")]
 
 
 def test_there_is_a_lock_for_each_kind_of_machine_with_hashes_and_without_hosts() -> None:

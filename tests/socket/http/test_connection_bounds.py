@@ -104,7 +104,10 @@ async def test_c1_c13_a_few_trailers_are_served_and_are_no_headers(connection: C
     assert status == 200
 
 
-async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(connection) -> None:
+async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "PIPELINE_PAUSE_S", 0)
     get = GET.replace(b"host:", b"x: " + b"y" * 2000 + b"\r\nhost:")
     chat = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}"
     requests = [get, chat] * 300  # more bytes than one read of the server
@@ -113,6 +116,22 @@ async def test_c2_all_of_many_pipelined_requests_are_answered_in_order(connectio
         status, _ = await connection.read_response()
         assert (status == 200) == (request == get)
     await sending
+
+
+async def test_c2_a_pipelined_request_waits_while_others_are_behind_it(
+    connection: Connection, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "PIPELINE_PAUSE_S", 3600)
+    await connection.send(GET * 3)
+    assert (await connection.read_response())[0] == 200
+    for _ in range(3):  # each needs more iterations of the loop than one that waits for nothing
+        other = Connection(*await asyncio.open_connection("127.0.0.1", port))
+        await other.send(GET * 2)
+        assert [(await other.read_response())[0] for _ in range(2)] == [200, 200]
+        other.writer.close()
+    with pytest.raises(asyncio.TimeoutError):
+        async with asyncio.timeout(0):
+            await connection.reader.readuntil(b"\r\n\r\n")
 
 
 async def test_c2_the_empty_lines_of_a_body_are_no_ends_of_heads(connection, monkeypatch) -> None:

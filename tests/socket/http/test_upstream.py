@@ -2,14 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
 
-from gateway.http.upstream import HEAD_LIMIT_BYTES, ConnectionLost, ReadTimeout, UpstreamConnection
+from gateway.http import upstream
+from gateway.http.upstream import (
+    HEAD_LIMIT_BYTES,
+    TURN_BYTES,
+    ConnectionLost,
+    ConnectionPool,
+    ReadTimeout,
+    UpstreamConnection,
+)
+from tests.support.http_server import Serve, serve_streams
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
 BODY = b"body"
 TIMEOUT_S = 30.0
@@ -34,11 +43,13 @@ async def connected(
         writer.close()
         served.set()
 
-    server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
-    async with server:
-        port = server.sockets[0].getsockname()[1]
+    async with serve_streams(serve_and_close) as port:
         _, connection = await loop.create_connection(
-            lambda: UpstreamConnection(loop, released.append), "127.0.0.1", port
+            lambda: UpstreamConnection(
+                loop, released.append, lambda one: loop.call_soon(one.take_turn)
+            ),
+            "127.0.0.1",
+            port,
         )
         try:
             yield connection, released
@@ -249,6 +260,95 @@ async def test_a_pause_caused_by_a_relayed_chunk_is_no_read_timeout() -> None:
         response.release()
     assert relayed == [second]
     assert reusable == [connection]
+
+
+FLOOD = b"".join(b"%x\r\n%b\r\n" % (size, b"x" * size) for size in range(1, 500))
+"""Chunks, more at once than a turn takes."""
+FLOOD_BYTES = sum(range(1, 500))
+
+
+async def test_f87_streams_that_bring_much_at_once_take_turns(monkeypatch) -> None:
+    """So the request of another client waits for few of them in each iteration of the loop."""
+    monkeypatch.setattr(upstream, "TURN_S", 0)
+    taken = [0]
+    """Bytes by the iteration."""
+    received = Counter[int]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.writelines((HEAD, FLOOD, END))
+        await writer.drain()
+        writer.close()
+
+    async def count_iterations() -> None:
+        while True:
+            taken.append(0)
+            await asyncio.sleep(0)
+
+    async def pour(number: int) -> None:
+        def take(piece: bytes) -> bool:
+            if received[number]:  # behind what came with the head
+                taken[-1] += len(piece)
+            received[number] += len(piece)
+            return True
+
+        response = await pool.send(url, (b"",), {}, lambda: None)
+        last = await response.pour(take)
+        received[number] += len(last)
+        response.release()
+
+    async with serve_streams(serve) as port, ConnectionPool(TIMEOUT_S, TIMEOUT_S) as pool:
+        url = f"http://127.0.0.1:{port}/"
+        counting = asyncio.create_task(count_iterations())
+        async with asyncio.timeout(TIMEOUT_S):
+            await asyncio.gather(*map(pour, range(12)))
+        counting.cancel()
+    assert received == dict.fromkeys(range(12), FLOOD_BYTES)
+    assert max(taken) <= 4 * TURN_BYTES
+
+
+async def test_f87_a_stream_that_brings_much_at_once_stays_whole_beside_pauses_and_its_end() -> (
+    None
+):
+    # Ends where the bytes of one turn do.
+    filler = b"x" * (64 * 1024 - len(HEAD) - len(b"ffff\r\n\r\n") - len(END))
+    exact = b"%x\r\n%b\r\n" % (len(filler), filler)
+    for chunks, size, behind in (
+        (FLOOD, FLOOD_BYTES, b""),
+        (FLOOD, FLOOD_BYTES, EVIL),
+        (exact, len(filler), EVIL),
+    ):
+        reused = not behind
+        async with connected(serve_pieces(HEAD + chunks + END + behind)) as (connection, reusable):
+            response, received = await send_request(connection), bytearray()
+
+            def take(piece: bytes, into=received, of=connection) -> bool:
+                into += piece
+                of.pause(True)
+                of.check(asyncio.get_running_loop().time() + TIMEOUT_S)
+                asyncio.get_running_loop().call_soon(of.pause, False)
+                return True
+
+            received += await asyncio.wait_for(response.pour(take), TIMEOUT_S)
+            assert len(received) == size
+            response.release()
+            assert (reusable == [connection]) is reused
+            assert connection.open is reused
+
+
+async def test_f87_what_came_before_the_connection_is_lost_stays_whole() -> None:
+    """TLS reports the end of a connection also while its reading is paused."""
+
+    async def serve(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with connected(serve) as (connection, _):
+        asking = asyncio.create_task(send_request(connection))
+        await asyncio.sleep(0)
+        connection.data_received(HEAD + FLOOD + END)
+        connection.connection_lost(None)
+        response = await asking
+        assert len(await response.read()) == FLOOD_BYTES
 
 
 class Sink:

@@ -1,7 +1,5 @@
 """Large bodies: inspected in a thread, in turns, and charged before."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Load shedding: requests that an overloaded gateway rejects."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -1,7 +1,5 @@
 """One budget for all that a gateway holds for its clients: each holder is shed, and gives back."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -11,7 +11,7 @@ from httpx import Response
 from tests.support.gateway_fixtures import Served
 from tests.support.policies import PolicyAdmin
 from tests.support.prefix_claims import RULES
-from tests.support.running_gateway import RunningGateway, said
+from tests.support.running_gateway import RunningGateway, said, wait_until
 from tests.support.scripted_worker import (
     USAGE,
     ReceivedRequest,
@@ -267,6 +267,28 @@ def test_a_started_gateway_learns_cached_prefixes_from_heartbeats(
     two_worker_gateway.rejoin(holder)
     two_worker_gateway.join(other, prefixes=[key], prefix_count=1)
     assert worker_of(two_worker_gateway.chat(**fields_of())) == other.worker_id
+
+
+def test_the_right_mac_is_named_after_an_hour_and_after_a_restart_of_its_worker(
+    two_worker_gateway: RunningGateway, workers: Pair
+) -> None:
+    chat = Chat(two_worker_gateway, "c")
+    holder, other = holder_and_other(workers, chat.worker())
+    keys = keys_of(holder.requests[0])
+
+    def expected_at() -> set[str]:
+        # The gateway takes each jump of its clock for a moment of overload.
+        wait_until(lambda: "candidates" in explained(two_worker_gateway, chat.messages))
+        candidates = explained(two_worker_gateway, chat.messages)["candidates"]
+        return {one["worker_id"] for one in candidates if one["prefix_cached"]}
+
+    for boot_id in (holder.boot_id, "restarted"):
+        holder.boot_id = boot_id
+        for _ in range(12):
+            two_worker_gateway.clock.advance(300)
+            two_worker_gateway.join(holder, held_prefixes=keys)
+            two_worker_gateway.join(other)
+        assert expected_at() == {holder.worker_id}
 
 
 def test_a_turn_elsewhere_names_who_has_the_earlier_ones_and_no_client_can(

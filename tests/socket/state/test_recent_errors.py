@@ -28,9 +28,10 @@ class PeerGateway:
 
     def fail(self, request_id: str, key: str = "") -> None:
         self.now_s += 1
-        texts = {"model": "demo", "worker_id": "studio", "reason": "The worker failed."}
-        failure = {"request_id": request_id, "key": key, "code": "worker_failed"}
-        self.errors.add(ErrorRecord(unix_s=self.now_s, status=502, **failure, **texts))
+        texts = {"model": request_id, "worker_id": "studio", "reason": "The worker failed."}
+        failure = {"request_id": request_id, "key": key, "code": "worker_failed", "status": 502}
+        record = {"unix_s": self.now_s, **failure, **texts}
+        self.errors.add(ErrorRecord.model_validate(record))
 
     def request_ids(self) -> list[str]:
         return sorted(one.request_id for one in self.errors.newest_first())

@@ -16,6 +16,7 @@ from gateway.state.join_token import SharedJoinToken
 from gateway.state.redis import RedisClient
 from paceline.lifecycle import Shutdown
 from tests.support.gateway_fixtures import MakeClusterGateway, OpenRedis
+from tests.support.http_server import serve_streams
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
@@ -129,15 +130,12 @@ async def test_a_call_to_a_redis_that_closes_connections_connects_once() -> None
         connections += 1
         writer.close()
 
-    server = await asyncio.start_server(close, "127.0.0.1", 0)
-    client = RedisClient(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
-    try:
+    async with serve_streams(close) as port:
+        client = RedisClient(f"redis://127.0.0.1:{port}/0")
         with pytest.raises(RecordsUnwritable):
             await client.call("tests", client.redis.ping)
-        assert connections == 1
-    finally:
         await client.close()
-        server.close()
+    assert connections == 1
 
 
 async def test_l3_a_gateway_with_another_join_token_does_not_start(

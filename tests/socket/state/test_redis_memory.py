@@ -1,7 +1,5 @@
 """What clients cause has shares of the memory of Redis, and what admins write always has room."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import itertools

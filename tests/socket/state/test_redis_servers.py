@@ -238,11 +238,8 @@ def test_f59_a_gateway_follows_sentinel_to_the_new_primary(start_server, start_j
     primary.kill()
     assert gateway.chat().status_code == 200
 
-    def created() -> bool:
-        response = gateway.admin.post("/admin/v1/keys", json={"name": "tests"})
-        return response.status_code == 201
-
-    wait_until(lambda: is_connected(gateway) and created())
+    wait_until(lambda: is_connected(gateway))
+    gateway.create_key()
     assert key["id"] in str(replica.client.hkeys("paceline:{keys}:records"))
 
 

@@ -1,7 +1,5 @@
 """Kept responses over Redis: every gateway goes on from those of all gateways."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

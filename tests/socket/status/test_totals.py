@@ -17,7 +17,13 @@ from gateway.status.model import schema
 from paceline.protocol import Speculation, WorkerReport
 from tests.support.fault_proxy import Fault
 from tests.support.running_gateway import RunningGateway, running_server
-from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
+from tests.support.scripted_worker import (
+    Script,
+    ScriptedWorker,
+    chat_completion,
+    lane_report,
+    speculation,
+)
 
 MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
 MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
@@ -267,6 +273,18 @@ def test_fleet_and_pools_have_the_figures_of_their_requests(gateway_with_worker)
     (point,) = status["history"]
     assert (point["requests"], point["attempted"], point["accepted"]) == (3, 6, 3)
     assert point["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize(("told", "count"), [(2.5, 1), (0, 0), (None, 0), (1e9, 0), ("2", 0)])
+def test_the_time_of_a_token_is_the_one_that_its_worker_tells(
+    gateway_with_worker, worker, told, count
+) -> None:
+    answer = chat_completion("one") | {"metrics": {"mean_itl_ms": told}}
+    worker.script = Script(body=json.dumps(answer).encode())
+    gateway_with_worker.chat(temperature=0)
+    recent = gateway_with_worker.status()["recent"]["token_s"]
+    assert recent["count"] == count
+    assert recent["p50"] == pytest.approx(0.0025 * count, rel=0.2)
 
 
 def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(gateway, worker) -> None:

@@ -1,7 +1,5 @@
 """The access log: one JSON line per request with any outcome, without the request's text."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

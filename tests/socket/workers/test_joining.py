@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 from pydantic import SecretStr
 
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from paceline.protocol import PROTOCOL, ExitCode
 from tests.support.fault_proxy import running_proxy
 from tests.support.http_server import Request, ServerConnection
@@ -18,6 +19,8 @@ from tests.support.worker_process import run_worker
 from workers.heartbeat import NotAdmitted, wait_for_gateway
 
 TOKEN = SecretStr(JOIN_TOKEN)
+URL = "http://192.0.2.7:9200"
+ASKED = "/admin/v1/workers/studio/protocol?url=http%3A%2F%2F192.0.2.7%3A9200"
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def server_that_returns(*responses: tuple[int, bytes]) -> Iterator[str]:
     left = list(responses)
 
     async def answer(connection: ServerConnection, request: Request) -> None:
-        assert (request.method, request.path) == ("GET", "/admin/v1/workers/studio/protocol")
+        assert (request.method, request.path) == ("GET", ASKED)
         status, body = left.pop(0) if len(left) > 1 else left[0]
         await connection.send_head(status, (), length=len(body))
         await connection.send_body(body)
@@ -45,7 +48,7 @@ def never(_seconds: float) -> None:
 
 
 def test_a_worker_with_the_join_token_is_admitted(gateway: RunningGateway) -> None:
-    wait_for_gateway(gateway.url, TOKEN, "studio", never)
+    wait_for_gateway(gateway.url, TOKEN, "studio", URL, never)
 
 
 @pytest.mark.parametrize(
@@ -54,14 +57,14 @@ def test_a_worker_with_the_join_token_is_admitted(gateway: RunningGateway) -> No
 )
 def test_a_wrong_or_missing_token_is_told_apart(gateway, token, problem) -> None:
     with pytest.raises(NotAdmitted, match=problem) as refused:
-        wait_for_gateway(gateway.url, token, "studio", never)
+        wait_for_gateway(gateway.url, token, "studio", URL, never)
     assert "wrong" not in str(refused.value)
 
 
 @pytest.mark.parametrize("step", [-1, 0, 1])
 def test_a_gateway_one_step_older_or_newer_admits_the_worker(step: int) -> None:
     with server_that_returns(protocol(PROTOCOL + step)) as url:
-        wait_for_gateway(url, TOKEN, "studio", never)
+        wait_for_gateway(url, TOKEN, "studio", URL, never)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,7 @@ def test_a_gateway_one_step_older_or_newer_admits_the_worker(step: int) -> None:
 )
 def test_what_no_wait_would_change_ends_in_one_sentence(response, problem) -> None:
     with server_that_returns(response) as url, pytest.raises(NotAdmitted, match=problem):
-        wait_for_gateway(url, TOKEN, "studio", never)
+        wait_for_gateway(url, TOKEN, "studio", URL, never)
 
 
 def test_a_gateway_that_cannot_be_reached_is_waited_for_and_named_once(gateway, caplog) -> None:
@@ -89,7 +92,7 @@ def test_a_gateway_that_cannot_be_reached_is_waited_for_and_named_once(gateway, 
             if len(pauses) == 3:
                 proxy.listen()
 
-        wait_for_gateway(proxy.url, TOKEN, "studio", pause)
+        wait_for_gateway(proxy.url, TOKEN, "studio", URL, pause)
         assert len(pauses) == 3
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert [record.name for record in warnings] == ["workers.heartbeat"]
@@ -99,12 +102,32 @@ def test_a_gateway_that_cannot_be_reached_is_waited_for_and_named_once(gateway, 
 def test_a_gateway_that_shuts_down_or_is_full_is_waited_for() -> None:
     pauses: list[float] = []
     with server_that_returns((503, b""), (429, b""), (502, b"<html>"), protocol(PROTOCOL)) as url:
-        wait_for_gateway(url, TOKEN, "studio", pauses.append)
+        wait_for_gateway(url, TOKEN, "studio", URL, pauses.append)
     assert len(pauses) == 3
 
 
+def test_an_id_of_a_worker_that_lives_is_refused_and_one_that_has_left_leaves_it_free(
+    gateway, worker, second_worker
+) -> None:
+    gateway.join_with(worker)
+    pauses: list[float] = []
+
+    def ask(url: str) -> None:
+        wait_for_gateway(gateway.url, TOKEN, worker.worker_id, url, pauses.append)
+
+    ask(worker.url)
+    assert not pauses, "it was started again at its address"
+    with pytest.raises(NotAdmitted, match=r"another worker uses this id; start .* another --id"):
+        ask(second_worker.url)
+    assert sum(pauses) > HEARTBEAT_TIMEOUT_S
+    pauses.clear()
+    gateway.remove_worker(worker)
+    ask(second_worker.url)
+    assert not pauses
+
+
 def test_a_worker_process_that_is_not_admitted_ends_before_it_loads_its_model(gateway) -> None:
-    ended = run_worker("--model", "/nowhere", "--port", "0", "--join", gateway.url)
+    ended = run_worker("--model", "owner/none", "--port", "0", "--join", gateway.url)
     assert ended.returncode == ExitCode.NOT_ADMITTED
     assert ended.stderr.startswith(f"paceline worker: The gateway at {gateway.url} ")
     assert ended.stderr.count("\n") == 1

@@ -173,6 +173,16 @@ def test_a_lane_without_a_head_reports_whether_a_run_can_pay() -> None:
     assert (lengths.best(1), lengths.best(8)) == (0, 2)
 
 
+def test_a_run_pays_while_its_tokens_are_faster_than_plain_steps() -> None:
+    for cost_s, best in ((8.9, 2), (9.0, 0), (9.1, 0)):
+        lengths = measured(1, {0: 1.0, 2: 99.0, 4: 99.0}, draft_tokens=2, has_head=False)
+        for length in (2, 4):
+            observe(lengths, 1, length, 99.0)
+        assert lengths.best(1) == 2, "the longest run is not measured"
+        observe(lengths, 1, 8, cost_s)
+        assert lengths.best(1) == best
+
+
 def test_beside_other_batches_a_cost_is_measured_until_it_is_known_and_then_now_and_then() -> None:
     lengths = measured(2, {0: 1.0}, draft_tokens=2)
     assert lengths.wants_sample(2, Plan(2)), "unknown"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_vlm.models.cache import ArraysCache, KVCache
 
 from workers.engine.prefix.cache import MIN_TOKENS, PrefixCache
+from workers.engine.prefix.files import PrefixCacheFiles
 from workers.engine.prefix.tree import Match, Node, RowState, TokenArray
 
 LAYERS = 2
@@ -233,6 +234,46 @@ def test_another_worker_gets_runs_that_join_to_the_same_caches(
             if match:
                 assert_restores(match, asked, drafts=drafts, plain=False)
     assert (match.tokens if match else 0) == end
+
+
+def test_a_run_that_memory_does_not_take_is_not_taken_as_stored() -> None:
+    cache, other = Cache(), Cache()
+    cache.keep(ABC, plain=False)
+    runs, at = [], 0
+    while at < len(ABC):
+        pending = cache.read_run(SCOPE, ABC, at, len(ABC), 0)
+        assert pending is not None
+        at = pending.name.end
+        runs.append(pending.to_host())
+    assert len(runs) > 1
+    assert not other.insert(SCOPE, ABC, runs[1:]), "it lacks what comes before"
+    other.limit_bytes = runs[0][1].size_bytes // 2
+    assert not other.insert(SCOPE, ABC, runs[:1]), "it has no room"
+    assert other.size_bytes == 0
+    other.limit_bytes = LIMIT_BYTES
+    assert not other.insert(SCOPE, ABC + 1, runs), "another prompt"
+    assert other.insert(SCOPE, ABC, runs)
+
+
+def test_nodes_are_written_ahead_one_after_another(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("workers.engine.prefix.cache._WRITE_AHEAD_SHARE", 0)
+    files = PrefixCacheFiles(tmp_path, LIMIT_BYTES, "model", b"secret")
+    cache = Cache()
+    cache.use_files(files)
+    for first in range(1, 4):
+        cache.keep(A + 10 * first, plain=False)
+        cache._writer.submit(lambda: None).result()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    assert all(node.written for node in cache._nodes())
+    cache.close()
+
+
+def test_a_row_starts_anywhere_only_if_no_part_has_an_end_of_its_own() -> None:
+    layers = [layer_of([1])]
+    assert RowState(layers, []).cuttable
+    assert not RowState(layers, [[mx.array([1])]]).cuttable
+    assert not RowState(layers, [], head=layers).cuttable
+    assert not RowState(layers, [], windows=layers).cuttable
 
 
 def test_a_deep_tree_without_snapshots_is_measured() -> None:

@@ -1,6 +1,8 @@
 """Deltas of an answer: the first and the last are sent at once, and no text is lost."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import cast
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from paceline.protocol import DraftSource
 from paceline.request.profile import Sampling
 from workers.engine.decode.row import DELTA_INTERVAL_S, EventSink, Row
 from workers.engine.text.detokenizer import TextStream
+from workers.engine.text.grammar import Matcher
 from workers.engine.text.reasoning import MarkedReasoning, Reasoning
 from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import (
@@ -96,6 +99,14 @@ def test_fast_steps_share_a_delta_and_the_end_is_sent_at_once() -> None:
     assert deltas[-1][0] == end[0]
 
 
+def test_an_answer_ends_with_the_time_of_the_tokens_that_followed_its_first() -> None:
+    row = make_row(lambda _event: None)
+    for at_s, text in ((100.0, "a"), (100.5, "bcd"), (101.0, f"e{chr(END)}")):
+        row.append_tokens([*map(ord, text)], now_s=at_s)
+    finished = row.finished_event()
+    assert (finished.timed_tokens, finished.generation_s) == (5, 1.0)
+
+
 def test_log_probabilities_are_sent_with_their_text() -> None:
     row, deltas = recorded_row()
     for number, letter in enumerate("abcd"):
@@ -164,6 +175,42 @@ def test_no_tokens_are_listed_unless_the_request_asks_for_them() -> None:
     row, deltas = recorded_row()
     row.append_tokens([*b"abc", END], now_s=0)
     assert [delta.tokens for delta in deltas] == [()]
+
+
+def test_a_row_holds_its_prompt_and_all_of_its_answer_but_the_last_token() -> None:
+    row, _ = recorded_row()
+    held = []
+    for byte in b"abc":
+        held.append((row.context_tokens, row.slots_after(2), row.slots_after(1000)))
+        row.append_tokens([byte], now_s=0)
+    row.skipped_tokens = 1
+    assert held == [(1, 3, 101), (1, 3, 100), (2, 4, 100)]
+    assert (row.context_tokens, row.slots_used) == (3, 2)
+
+
+def test_what_a_grammar_forces_leaves_room_for_the_token_after_it() -> None:
+    row, _ = recorded_row()
+    row.matcher = cast("Matcher", SimpleNamespace(forced=lambda: range(9)))
+    for max_tokens, forced in ((100, 9), (5, 4), (1, 0)):
+        row.max_tokens = max_tokens
+        assert len(row.forced_tokens()) == forced
+    row.max_tokens, row.draft_tokens_fixed = 100, True
+    assert not row.forced_tokens()
+
+
+def test_a_replay_changes_nothing_but_the_tokens_that_the_caches_hold() -> None:
+    row, deltas = recorded_row()
+    for number, byte in enumerate(b"abcd"):
+        row.append_tokens([byte], now_s=number)
+    row.replay()
+    assert (row.answer, row.context_tokens, len(deltas)) == ([*b"a"], 1, 4)
+    row.append_tokens([7], now_s=10)
+    row.replay()
+    while row.replayed:
+        assert row.append_tokens([7], now_s=11) == 1
+    assert (row.answer, len(deltas)) == ([*b"abcd"], 4)
+    row.append_tokens([*b"e", END], now_s=12)
+    assert "".join(delta.text for delta in deltas) == "abcde"
 
 
 SWITCH = 1

@@ -1,7 +1,5 @@
 """Strict JSON of requests: its bounds, and the pieces of large texts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

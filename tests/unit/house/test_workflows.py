@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 
-from gateway.cli.commands import paceline
+from tests.support.command_lines import check_usage
 
 ROOT = Path(__file__).parents[3]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -42,9 +41,7 @@ def test_each_action_is_pinned_by_its_commit_and_a_workflow_runs_on_a_mac() -> N
 def test_each_command_exists(command: list[str]) -> None:
     program, *arguments = command
     if program in (".venv/bin/paceline", "~/.local/bin/paceline"):
-        name, *options = arguments
-        with click.Context(paceline) as parent:
-            paceline.commands[name].make_context(name, options, parent)
+        check_usage(arguments)
     elif program == ".venv/bin/python" and arguments[0] == "-m":
         assert importlib.util.find_spec(arguments[1]) is not None
     elif program == "make":

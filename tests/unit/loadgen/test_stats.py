@@ -92,6 +92,8 @@ def test_the_busiest_second_counts_tokens_and_concurrent_requests_overlap() -> N
     for answers, tokens in (([drafted], 6), ([drafted, concurrent], 7), ([], 0)):
         assert busiest_second(answers) == tokens
     assert summarize([drafted, FAILED])["max_output_tokens_per_s"] == 6
+    brief = Answer(due_s=0, ended_s=0.5, pieces_s=(0.1, 0.4), output_tokens=80)
+    assert summarize([brief])["max_output_tokens_per_s"] == 160, "no peak is below the mean"
     in_turn = [Answer(due_s=begin, ended_s=begin + 1) for begin in (0, 1, 2)]
     assert peak_concurrency(in_turn) == 1, "one begins as another ends"
     assert peak_concurrency([*in_turn, Answer(due_s=0.5, ended_s=1.5)]) == 2

@@ -1,7 +1,5 @@
 """The time to inspect a body grows with its size, and not with a power of it."""
 
-from __future__ import annotations
-
 import copy
 import time
 from typing import Any

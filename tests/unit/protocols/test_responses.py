@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.errors import FieldInvalid, LimitReached, RefusedByWorker, WorkerLost
+from gateway.errors import FieldInvalid, GatewayError, LimitReached, RefusedByWorker, WorkerLost
 from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
@@ -527,6 +527,11 @@ def test_an_error_ends_a_stream_as_a_failed_response() -> None:
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
     assert events[-2]["code"] == "worker_lost"
     assert events[-1]["response"]["error"]["code"] == "server_error"
+    for error, code in (
+        (FieldInvalid("No.", param="input"), "invalid_prompt"),
+        (GatewayError(), "server_error"),
+    ):
+        assert split(wire().error_event(error))[-1]["response"]["error"]["code"] == code
     limited = split(wire().error_event(LimitReached("tokens_per_minute", 5, 1.0)))
     kinds = [event["type"].removeprefix("response.") for event in limited]
     assert kinds == ["created", "in_progress", "error", "failed"]

@@ -1,7 +1,5 @@
 """The cost of a request to its key: estimated in advance, and settled once, however it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

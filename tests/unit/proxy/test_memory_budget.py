@@ -1,7 +1,5 @@
 """The budget of memory: charged before, by client, given back."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Kept responses: how much of them one request may go on from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

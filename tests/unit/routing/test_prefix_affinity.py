@@ -231,6 +231,39 @@ def test_reports_add_and_evict_claims_of_their_worker(index: Index) -> None:
     assert index.holders() == {STUDIO, LAPTOP}
 
 
+def test_a_claim_lasts_as_long_as_reports_confirm_it(index: Index) -> None:
+    """A worker keeps a conversation for a week, of which most keys come by turns."""
+    report = report_of("p").model_copy(update={"held_prefixes": (key_of("q").hex(),)})
+    for _ in range(10):
+        index.record_report(report)
+        index.clock.advance(RULES.ttl_s * 0.4)
+        assert index.holders() == index.holders("q") == {STUDIO}
+    index.record_report(report_of("p"))
+    index.clock.advance(RULES.ttl_s * 0.7)
+    assert (index.holders(), index.holders("q")) == ({STUDIO}, set())
+
+
+def test_no_report_renews_a_claim_that_a_response_has_disproved(index: Index) -> None:
+    first = conversation("c", 1)
+    keys = tuple(end.key.hex() for end in first.ends)
+    index.turn(first, STUDIO, 800, 0)
+    report = worker_report("studio", prefixes=keys[:1], held_prefixes=keys[1:])
+    index.record_report(report)
+    assert index.turn(conversation("c", 2), STUDIO, 1600, 0) == EVICTED
+    index.record_report(report)
+    assert not index.cached(conversation("c", 3))
+    index.record_dispatch(first, STUDIO, RULES)
+    assert set(index.cached(first)) == {STUDIO}, "it reads them again"
+
+
+def test_confirmations_leave_the_claims_of_as_many_workers_as_the_policy_allows(index) -> None:
+    for number in range(RULES.max_workers):
+        index.record_dispatch(system_prompt(), (f"mac-{number}", "1"), RULES)
+    before = index.holders()
+    index.record_report(worker_report("studio", held_prefixes=(key_of("p").hex(),)))
+    assert index.holders() == before
+
+
 def test_a_turn_after_an_eviction_says_so(index: Index) -> None:
     first = conversation("c", 1)
     index.turn(first, STUDIO, 800, 0)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.select import Decision, RoutingRequest, decide
+from gateway.routing.select import Decision, RoutingRequest, _pool_lanes, decide
 from gateway.routing.view import WorkerView
 from paceline.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from policies.compiler import CallerAttributes
@@ -72,6 +72,12 @@ def test_the_given_random_generator_breaks_ties() -> None:
     assert set(firsts) == set("abcd")
     assert min(firsts.values()) > 20
     assert first_choice(GREEDY, *fleet, seed=3) == first_choice(GREEDY, *fleet, seed=3)
+
+
+def test_a_pool_without_a_selector_takes_the_lanes_of_the_fleet_without_a_copy() -> None:
+    fleet, pool = fleet_view(worker_view("a")), POLICY.pools["vlm"]
+    lanes = _pool_lanes(fleet, SAMPLED, "vlm", pool, speculation_barred=True)
+    assert lanes is fleet.lanes[SAMPLED.model, "vlm"], "which knows the places of its workers"
 
 
 def test_every_candidate_of_the_first_pool_ranks_before_the_second() -> None:

@@ -1,7 +1,5 @@
 """Kept responses in memory: bounded, expiring, and of one owner each."""
 
-from __future__ import annotations
-
 from gateway.memory_budget import MemoryBudget
 from gateway.state.expiring import OVERHEAD_BYTES, RECORD_LIMIT_BYTES, TTL_S, MemoryRecords
 from tests.support.fake_clock import FakeClock

@@ -6,8 +6,9 @@ from gateway.state.recent_errors import MAX_ERRORS, ErrorRecord, RecentErrors
 
 
 def error(number: int, code: str = "invalid_value", key: str = "") -> ErrorRecord:
-    texts = {"request_id": f"req-{number}", "model": "demo", "worker_id": "", "reason": "It fails."}
-    return ErrorRecord(unix_s=1_000_000 + number, key=key, status=400, code=code, **texts)
+    fields = {"model": f"m{number}", "worker_id": "", "reason": "It fails.", "status": 400}
+    names = {"request_id": f"req-{number}", "key": key, "code": code}
+    return ErrorRecord.model_validate({"unix_s": 1_000_000 + number, **names, **fields})
 
 
 def test_the_list_is_bounded_and_has_the_newest_error_first() -> None:
@@ -48,3 +49,17 @@ def test_a_late_error_of_another_gateway_is_listed_by_its_time() -> None:
     for number in range(10, 9 + MAX_ERRORS):
         errors.add(error(number))
     assert errors.newest_first()[-1].request_id == "req-5", "the oldest one is dropped"
+
+
+def test_errors_that_end_alike_are_one_with_their_count_and_the_newest_request() -> None:
+    errors = RecentErrors()
+    for number, address in ((2, "a"), (9, "a"), (4, "a"), (5, "b")):
+        errors.add(error(number).model_copy(update={"model": "demo", "address": address}))
+    pending = errors.take_pending()
+    assert [(one.request_id, one.count) for one in errors.newest_first()] == [
+        ("req-9", 3),
+        ("req-5", 1),
+    ]
+    for one in pending:
+        errors.merge(one)
+    assert [one.count for one in errors.newest_first()] == [6, 2], "counts of gateways add up"

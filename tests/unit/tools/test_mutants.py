@@ -1,7 +1,5 @@
 """The mutation tool: excluded mutants, chosen tests and stored results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -149,7 +149,7 @@ class Decoder:
     def preempt(self, lane: LaneName) -> Row:
         """Remove and return the row of a lane with the shortest answer, to free its memory now.
 
-        A row whose answer is exact is the last resort: it cannot go on.
+        A row whose answer is exact is the last resort: it is decoded again.
         """
         rows = (row for row in self.rows if row.generation.lane is lane)
         preempted = min(rows, key=lambda row: (row.generation.exact, len(row.answer)))

@@ -17,10 +17,13 @@ from workers.engine.model.mtp_head import MtpHead
 from workers.engine.model.target import PromptEmbedding, Target
 from workers.engine.prefix.cache import MIN_TOKENS, SNAPSHOT_INTERVAL_TOKENS, PrefixCache
 from workers.engine.prefix.tree import Match, RowState, TokenArray, common_length, state_of
+from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import InvalidGeneration
 
 _SHORT_TURN_TOKENS = 256
-"""A last message of fewer tokens is read again if the client wants another answer to it."""
+"""Messages of fewer tokens are read again if the client changes what follows them."""
+_MAX_CHECKPOINTS = 64
+"""Ends of messages at which the prefix cache stores the caches of one prompt."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -176,21 +179,33 @@ def _kinds(row: Row, tokens: int, in_memory: int) -> dict[str, int]:
 
 
 def _boundaries(prefill: Prefill, *, cuttable: bool) -> list[int]:
-    """Return the ends of the system prompt and of the last message, and points between them.
+    """Return the ends of the system prompt and of messages, and points in long ones.
 
-    Each costs a pass of its own. Therefore the ends of earlier messages of a prompt that is read at
-    once are none, and neither is that of a short last one if the end of the answer will do: a row
-    that changes one of them starts from the point before.
+    Each costs a pass of its own. Therefore ends that are near the one before are none, and neither
+    is that of a short last message if the end of the answer will do: a row that changes one of them
+    starts from the point before. Where memory is short, the prefix cache thins them further.
     """
     prompt, begin = prefill.row.prompt, prefill.read_count
     system = prompt.prefix.tokens if prompt.prefix else 0
     if cuttable:
         ends = {system, len(prompt.tokens)}
     else:
-        points = range(max(system, begin), len(prompt.tokens), SNAPSHOT_INTERVAL_TOKENS)
+        points = _checkpoints(prompt, max(system, begin))
         short = prompt.turn_tokens - max(system, begin) < _SHORT_TURN_TOKENS
         ends = {system, *points, *([] if short and prompt.continues else [prompt.turn_tokens])}
     return sorted(end for end in ends if end > begin and end >= MIN_TOKENS)
+
+
+def _checkpoints(prompt: PreparedPrompt, begin: int) -> list[int]:
+    apart = max(_SHORT_TURN_TOKENS, (len(prompt.tokens) - begin) // _MAX_CHECKPOINTS)
+    ends = [begin]
+    if prompt.closing:
+        marks = np.flatnonzero(prompt.identity[: prompt.turn_tokens] == prompt.closing[0])
+        for end in (marks + len(prompt.closing)).tolist():
+            if end - ends[-1] >= apart:
+                ends.append(end)
+    others = range(begin, len(prompt.tokens), SNAPSHOT_INTERVAL_TOKENS)
+    return [*ends, *(at for at in others if all(abs(at - end) >= apart for end in ends))]
 
 
 def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -158,6 +159,8 @@ class Row:
     """None unless the generation asks for them."""
     answer: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
+    replayed: deque[int] = field(default_factory=deque)
+    """Next tokens of an exact answer whose caches are lost: steps decode them again."""
     given_tokens: int = 0
     """The first tokens of the answer, which another worker has generated."""
     finish_reason: types.FinishReason | None = None
@@ -184,12 +187,20 @@ class Row:
     """Whether the prefix cache may store the row's caches: they hold what the tokens say."""
     expected_tokens: int = 0
     """Prompt tokens in the prefix cache when the row was queued, or later."""
+    held_tokens: int = 0
+    """The most of these, until the row is read."""
+    reloading: Future[list[Prefetched]] | None = None
+    """Reading from disk of what was evicted of them meanwhile."""
     prefetched: Sequence[Prefetched] = ()
     """Beginning of the prompt, read from disk; empty again once it is in memory."""
     loaded: list[LoadedRange] = field(default_factory=list)
     """What of the prompt has come into memory for this row, before its prefill has started."""
     position_offset: int = 0
     """Difference from token number to text position: pictures take fewer positions than tokens."""
+    _first_tokens: int = 0
+    """Those of the first step of this worker, at `_begun_s`; the rest took until `_ended_s`."""
+    _begun_s: float = 0.0
+    _ended_s: float = 0.0
     _last_delta_s: float = -inf
     _reported_tokens: int = 0
     """Tokens of the answer at the last delta."""
@@ -295,14 +306,28 @@ class Row:
         in one delta: at once, or together with the text of the next steps if the last delta is
         younger than `DELTA_INTERVAL_S`.
         """
+        if self.replayed:
+            self.answer.append(self.replayed.popleft())
+            return 1
         drafts = len(tokens) - 1
         appended = self._append(tokens, logprobs, sources, drafts, now_s)
+        if not self._first_tokens:
+            self._begun_s, self._first_tokens = now_s, appended
+        self._ended_s = now_s
         if self.generation.report_steps:
             kept, accepted = tuple(tokens[:appended]), min(appended, drafts)
             self._pending_steps.append(types.TokenStep(kept, tuple(sources), accepted))
         if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
             self._emit_delta(now_s)
         return appended
+
+    def replay(self) -> None:
+        """Let steps decode all tokens but the first again, and so fill the caches as before.
+
+        Reading them in one pass would round otherwise. All other states stay as they are.
+        """
+        tokens = [*self.answer, *self.replayed]
+        self.answer, self.replayed = tokens[:1], deque(tokens[1:])
 
     def restore(self, given: types.GivenAnswer) -> Sequence[types.Delta]:
         """Take the beginning of the answer as another worker has generated it; return its deltas.
@@ -359,6 +384,8 @@ class Row:
             usage=self.usage(),
             speculation=self.speculation.total(),
             steps=tuple(self.speculation.steps),
+            timed_tokens=len(self.answer) - self.given_tokens - self._first_tokens,
+            generation_s=self._ended_s - self._begun_s,
             stop=self.text.stopped_by or (last if last in self.generation.stop_tokens else None),
         )
 
@@ -376,7 +403,7 @@ class Row:
             begin = self.text.decided_chars
             ended = token in self.ends
             part = self._read(token, ended=ended, now_s=now_s)
-            if logprobs and (ended or part is Part.ANSWER):
+            if logprobs and part is Part.ANSWER:
                 self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))
             appended += 1
             self.answer.append(token)
@@ -410,7 +437,7 @@ class Row:
         if self.matcher is not None and place.answering and token != place.beginning:
             self.matcher.advance(token)
         if ended:
-            return Part.MARK
+            return Part.ANSWER  # though it has no text
         if part is Part.MARK:
             self._flush()
         elif part is Part.REASONING and self.reasoning is not None:

@@ -149,7 +149,12 @@ def run_uncompiled_step(batch: Batch, target: Target) -> tuple[OpenStep, Tokens]
 
 
 def _choose(batch: Batch, scores: mx.array, drafts: mx.array | None) -> mx.array:
-    """Choose a token for every row and position, after the drafts [rows, L - 1]."""
+    """Choose a token for every row and position, after the drafts [rows, L - 1].
+
+    A row that replays its answer is alone in its batch, and drafts nothing.
+    """
+    if batch.rows[0].replayed:
+        return mx.array([[batch.rows[0].replayed[0]]], dtype=mx.int32)
     rules = [row.token_rules(scores.shape[1] - 1) for row in batch.rows]
     allowed = None
     if any(rules):

@@ -62,15 +62,14 @@ class PrefixExchange:
         cache: PrefixCache,
         thread: EngineThread,
         layout: CacheLayout,
-        fingerprint: str,
         *,
         cuttable: bool,
     ) -> None:
         self._cache = cache
         self._thread = thread
         self._layout = layout
-        self.model = layout.model_digest(fingerprint)
-        """Engines of the same model give their nodes to each other."""
+        self.model = ""
+        """Engines of the same model give their nodes to each other; empty until it is known."""
         self._cuttable = cuttable
         """Whether a row of this model can start at any token."""
         self._pace = TransferPace()
@@ -80,6 +79,10 @@ class PrefixExchange:
         self._fetches: dict[tuple[str, bytes], asyncio.Event] = {}
         """By scope and prompt; set at their ends."""
 
+    def identify(self, fingerprint: str) -> None:
+        """Exchange nodes with engines of this model from now on; safe from any thread."""
+        self.model = self._layout.model_digest(fingerprint)
+
     # --- giving -----------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -88,7 +91,7 @@ class PrefixExchange:
 
         Nodes that are evicted meanwhile end the runs early.
         """
-        if query.model != self.model:
+        if not self.model or query.model != self.model:
             raise TransferFailed("other_model")
         if self._given >= MAX_TRANSFERS:
             raise TransferFailed("busy")
@@ -148,7 +151,7 @@ class PrefixExchange:
         startable = max([lane.cached_tokens(row), *(name.end for name, _ in row.prefetched)])
         most = len(row.prompt.tokens)
         sources = [one for one in sources if min(one.tokens, most) - startable >= MIN_GAIN_TOKENS]
-        if row.prompt.scope is None or not sources:
+        if not self.model or row.prompt.scope is None or not sources:
             return
         key = row.prompt.scope, row.prompt.identity.tobytes()
         if (other := self._fetches.get(key)) is not None:

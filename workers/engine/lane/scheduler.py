@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -53,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 _LONG_PROMPT_TOKENS = 4096
 """Reading so many tokens leaves freed buffers of many sizes, which no step will use again."""
+_RELOAD_WAIT_S = 0.01
 _ESTIMATED_ROWS = 64
 """Queued rows whose cached tokens are counted anew when the prefix cache has grown."""
 EXACT_CHUNK_TOKENS = 256
@@ -201,6 +203,7 @@ class LaneScheduler:
             self._drain_rate.begin(self._clock())
         self._waiting.append(row)
         row.expected_tokens = self.cached_tokens(row)
+        row.held_tokens = max(row.held_tokens, row.expected_tokens)
         self._update_occupancy()
 
     def step(self) -> None:
@@ -221,7 +224,7 @@ class LaneScheduler:
         for row in self._rows():
             if scope in (None, whole_scope(row.prompt.scope or "")):
                 row.prompt = replace(row.prompt, scope=None)
-                row.prefetched, row.cacheable = (), False
+                row.prefetched, row.reloading, row.cacheable = (), None, False
                 row.lookup, row.looks_up = None, False  # it may hold other prompts of the scope
         for prefill in self.prefills:
             if prefill.row.prompt.scope is None:
@@ -269,28 +272,52 @@ class LaneScheduler:
     def _admit(self) -> None:
         """Open prefills of queued rows while there is room.
 
-        A row whose beginning another prefill is about to read waits for it, and holds up nobody. A
-        row that the memory has no room for holds up all behind it, or it would wait for ever.
+        A row whose beginning another prefill is about to read waits for it, or for its nodes from
+        disk, and holds up nobody. A row that the memory has no room for holds up all behind it, or
+        it would wait for ever.
         """
+        reloading = 0
         for row in tuple(self._waiting):
-            if self._full:
+            if len(self.prefills) + self.running_rows + reloading >= self.counters.slots:
                 return
             in_prefill = max((one.tokens_for(row) for one in self._admission.prefills), default=0)
             if in_prefill - row.expected_tokens >= MIN_TOKENS:
                 continue  # in a few steps the prefix cache will have it
             if not self._admission.has_room(row):
                 return  # rows that end will free memory
+            if self._reloads(row):
+                reloading += 1
+                continue
             self._waiting.remove(row)
             if self._draining:
                 self._drain_rate.record(self._clock(), self.counters.slots)
                 self._draining = bool(self._waiting)
             self._open_prefill(row)
 
+    def _reloads(self, row: Row) -> bool:
+        """Return whether a row waits for nodes that others have evicted while it waited."""
+        cache, reading = self._admission.prefix_cache, row.reloading
+        if not row.held_tokens:
+            return False
+        if reading is None:
+            match = find_prefix(row, self._target, self._head.usable, cache)
+            if (match.tokens if match else 0) >= row.held_tokens:
+                return False
+            if any(other.reloading for other in self._waiting):
+                return True  # one after another, since together they may hold little
+            cache.touch(match.nodes if match else ())
+            row.prefetched, prompt = (), row.prompt
+            reading = cache.reload(prompt.scope, prompt.identity, lambda: row.cancelled)
+        if not self._admission.rows():
+            wait([reading], _RELOAD_WAIT_S)  # the thread has nothing else to do
+        row.reloading = reading
+        if reading.done():
+            row.prefetched, row.reloading, row.held_tokens = reading.result(), None, 0
+        return row.reloading is not None
+
     def _open_prefill(self, row: Row) -> None:
-        if row.generation.exact and len(row.answer) > 1:
-            # To read the answer in one pass rounds otherwise than to decode it.
-            self._fail([row], RuntimeError("An exact answer has lost its caches."))
-            return
+        if row.generation.exact:
+            row.replay()
         try:
             head = None if row.generation.exact else self._head.usable
             prefill = start_prefill(row, self._target, head, self._admission.prefix_cache)
@@ -452,6 +479,7 @@ class LaneScheduler:
             logger.exception("prefix_cache.store_failed lane=%s", self.name)
         for waiting in islice(self._waiting, _ESTIMATED_ROWS):
             waiting.expected_tokens = self.cached_tokens(waiting)
+            waiting.held_tokens = max(waiting.held_tokens, waiting.expected_tokens)
 
     # --- the ends of rows -------------------------------------------------------------------------
 

@@ -36,7 +36,11 @@ def refusing(folder: Path) -> Iterator[None]:
     except (ModelUnusable, KeyboardInterrupt, CancelledError):
         raise
     except BaseException as error:  # libraries raise any kind; a panic of Rust code is no Exception
-        text = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
+        text = str(error)[:_MAX_REASON_CHARS]
+        if type(error) is not ValueError:  # of which ours are sentences
+            text = f"{type(error).__name__}: {text}"
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            text = f"{Path(os.fsdecode(error.filename)).name}: {error.strerror.lower()}"
         reason = " ".join(printable(text).split()).strip(" :.")
         if any(folder.glob("*.py")):
             reason += "; Paceline never runs the Python files of a model folder"
@@ -128,7 +132,10 @@ def _check_layers(config: object, tensors: int, name: str = "") -> None:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file; raise ValueError or OSError without one."""
-    document = json.loads(path.read_bytes())
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError:
+        raise ValueError(f"{path.name} is not JSON") from None
     if not isinstance(document, dict):
         raise ValueError(f"{path.name} is not an object")
     return document

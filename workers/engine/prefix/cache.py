@@ -84,13 +84,22 @@ class PrefixCache:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the keys in memory, most recently used first; safe from any thread."""
-        return tuple(self._by_key)[::-1]
+        """Return the keys in memory, most recently used first, then those on disk.
+
+        Safe from any thread.
+        """
+        files = self._files
+        on_disk = files.keys if files is not None else ()
+        return tuple(dict.fromkeys((*tuple(self._by_key)[::-1], *on_disk)))
 
     @property
     def evicted_keys(self) -> tuple[str, ...]:
         """Return the keys whose tokens were evicted and are not on disk, the last one first."""
         return tuple(self._evicted)[::-1]
+
+    def use_files(self, files: PrefixCacheFiles | None) -> None:
+        """Keep nodes in these files from now on; safe from any thread."""
+        self._files = files
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -183,6 +192,7 @@ class PrefixCache:
         scope: str | None,
         tokens: TokenArray,
         is_cancelled: Callable[[], bool] = lambda: False,
+        share: float = _PREFETCH_SHARE,
     ) -> list[Prefetched]:
         """Read from disk what memory lacks of a prompt; safe from any thread, blocks.
 
@@ -192,8 +202,8 @@ class PrefixCache:
             return []
         # The engine thread may change the tree meanwhile: then a file is read in vain.
         files = self.read_files(self.find_files(scope, tokens, self.known_tokens(scope, tokens)))
-        runs, share_bytes = [], _PREFETCH_SHARE * self.limit_bytes
-        while not is_cancelled() and self._prefetched_bytes < share_bytes:
+        runs = []
+        while not is_cancelled() and self._prefetched_bytes < share * self.limit_bytes:
             run = next(files, None)
             if run is None:
                 break
@@ -202,6 +212,17 @@ class PrefixCache:
             weakref.finalize(run[1], self._add_prefetched, -size_bytes).atexit = False
             runs.append(run)
         return runs
+
+    @property
+    def is_behind(self) -> bool:
+        """Return whether nodes wait to be written, or as much is read as requests may hold."""
+        return bool(self._pending) or self._prefetched_bytes >= _PREFETCH_SHARE * self.limit_bytes
+
+    def reload(
+        self, scope: str | None, tokens: TokenArray, is_cancelled: Callable[[], bool]
+    ) -> Future[list[Prefetched]]:
+        """Read from disk what memory lacks of the next prompt, once all that waits is written."""
+        return self._writer.submit(self.prefetch, scope, tokens, is_cancelled, 1.0)
 
     def _add_prefetched(self, size_bytes: int) -> None:
         with self._lock:
@@ -440,7 +461,11 @@ class PrefixCache:
         if pending_bytes + size_bytes > limit_bytes and until_s is None:
             return
         node.written = True
-        if name in files or name in self._pending:
+        keys = (*node.keys, *node.turns)
+        if name in files:
+            files.add_keys(name, keys)
+            return
+        if name in self._pending:
             return
         run = node.compute(name)
         with self._lock:
@@ -448,7 +473,7 @@ class PrefixCache:
 
         def save() -> None:
             if until_s is None or time.monotonic() < until_s:
-                files.save(*run.to_host())
+                files.save(*run.to_host(), keys)
             run.arrays.clear()
             with self._lock:
                 del self._pending[name]

@@ -8,19 +8,24 @@ other file is deleted, and the prompt is read again. A file holds no code: no pi
 nobody has used for a week is deleted.
 
 Reads and writes happen on plain NumPy arrays, outside the engine thread. Workers of one machine may
-share a folder, and its limit.
+share a folder and its limits: a lock lets one of them write at a time.
+
+A file also names the keys of its prompts, so that a worker reports them after a restart. They are
+hints, so nothing authenticates them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import json
 import logging
 import os
 import re
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -40,20 +45,17 @@ HostArrays = Mapping[str, np.ndarray[Any, Any]]
 _SUFFIX = ".prefix.safetensors"
 _NAME = re.compile(r"([0-9a-f]{16})-(\d{1,9})-(\d{1,9})-([0-9a-f]{32})(-resume)?")
 _BUDGET = "writes.json"
-_PICTURE_CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
-_TEXT_CONFIGURATIONS = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
-    "generation_config.json",
-)
-_SAMPLES = 16
-_SAMPLE_BYTES = 1 << 16
 _MAX_HEADER_BYTES = 1 << 20
 _HEADER_BYTES = 1024
 _HEADER_BYTES_PER_ARRAY = 256
 """Upper bounds of what a file has beside its arrays."""
 _PARTIAL_S = 600.0
 """Age at which a file that is half written has no writer any more."""
+_LOCK_S = 2.0
+"""A worker that is stopped while it writes holds up no other one for longer."""
+_MAX_KEYED_FILES = 4096
+_MAX_FILE_KEYS = 16
+_KEY = re.compile(r"[!-~]{1,128}")
 TTL_S = PREFIX_FILES_TTL_S
 _DAY_S = 86_400.0
 _WRITES_A_DAY = 4
@@ -114,18 +116,36 @@ class PrefixCacheFiles:
         self._limit_bytes = limit_bytes
         self._model = model
         self._secret = secret
-        self._day_begin_s, self._day_bytes = self._read_budget()
         self._failed = False
         """Whether a write has failed, which is logged once."""
         self._names: dict[tuple[int, str], FileName] = {}
         """By end and digest; threads change and copy it as a whole, each time in one operation."""
-        for path in directory.iterdir():
+        self._keys: dict[tuple[int, str], tuple[str, ...]] = {}
+        """Keys of prompts, likewise; those of files that are gone stay up to a restart."""
+        with self._lock():
+            kept = self._evict_for(0)
+        for path in directory.glob("*" + _SUFFIX):
             name = FileName.parse(path.name)
             if name is not None:
                 self._names[name.end, name.digest] = name
-            elif path.name.endswith(_SUFFIX) or _is_abandoned(path):
-                self._discard(path, "left by an earlier version, or half written")
-        self._evict_for(0)
+            else:
+                self._discard(path, "left by an earlier version")
+        for path in kept[-_MAX_KEYED_FILES:]:
+            name = FileName.parse(path.name)
+            if name is not None and (keys := _keys_of(path)):
+                self._keys[name.end, name.digest] = keys
+
+    @property
+    def keys(self) -> Iterator[str]:
+        """Yield the keys of prompts whose ends are in files; safe from any thread."""
+        for place, keys in tuple(self._keys.items()):
+            if place in self._names:
+                yield from keys
+
+    def add_keys(self, name: FileName, keys: Sequence[str]) -> None:
+        """Report these keys with a file that is there already."""
+        known = self._keys.get((name.end, name.digest), ())
+        self._keys[name.end, name.digest] = tuple(dict.fromkeys((*keys, *known)))[:_MAX_FILE_KEYS]
 
     def name(
         self, scope: str, tokens: npt.NDArray[np.int64], begin: int, *, resumable: bool
@@ -140,7 +160,7 @@ class PrefixCacheFiles:
     def __contains__(self, name: FileName) -> bool:
         """Return whether a file holds the end of this run, and as much of its state."""
         found = self._names.get((name.end, name.digest))
-        return found is not None and found.resumable >= name.resumable
+        return found is not None and found.resumable >= name.resumable and self._is_kept(found)
 
     def find(self, scope: str, tokens: npt.NDArray[np.int64], known: int) -> list[FileName]:
         """Return the files that continue the first `known` tokens, up to the latest start of a row.
@@ -153,7 +173,7 @@ class PrefixCacheFiles:
             digest.update(tokens[at:end].tobytes())
             at = end
             name = names.get((end, digest.copy().hexdigest()))
-            if name is not None:
+            if name is not None and self._is_kept(name):
                 found[end] = name
         for last in sorted(found, reverse=True):
             chain, name = [], found[last] if found[last].resumable else None
@@ -167,8 +187,7 @@ class PrefixCacheFiles:
     def load(self, name: FileName) -> HostPrefix | None:
         """Read a file; return None if there is none, and delete one that is invalid."""
         path = self._path(name)
-        if not path.exists():
-            self._names.pop((name.end, name.digest), None)
+        if not self._is_kept(name):
             return None
         try:
             if path.stat().st_size > self._limit_bytes + _MAX_HEADER_BYTES:
@@ -183,32 +202,38 @@ class PrefixCacheFiles:
                 self._discard(path, "damaged, or of another model, prompt or secret")
                 return None
             os.utime(path)  # the time of modification orders the eviction
+        except FileNotFoundError:  # another worker has evicted it
+            return None
         except Exception as error:  # noqa: BLE001  # whatever a file holds, its prompt is read again
             self._discard(path, f"unreadable: {error}")
             return None
         return prefix
 
-    def save(self, name: FileName, prefix: HostPrefix) -> None:
+    def save(self, name: FileName, prefix: HostPrefix, keys: Sequence[str] = ()) -> None:
         """Write a file atomically; evict the least recently used ones to make room.
 
         A disk that takes no file is logged once: memory alone then holds the cache.
         """
+        keys = keys[:_MAX_FILE_KEYS]
         header_bytes = _HEADER_BYTES + _HEADER_BYTES_PER_ARRAY * len(prefix.arrays)
-        size_bytes = prefix.size_bytes + header_bytes
-        if size_bytes > self._limit_bytes or not self._may_write(size_bytes):
+        size_bytes = prefix.size_bytes + header_bytes + sum(map(len, keys))
+        if size_bytes > self._limit_bytes:
             return
         path = self._path(name)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial = path.with_suffix(f".{secrets.token_hex(8)}.partial")
         metadata = {
             "bfloat16": ",".join(sorted(prefix.bfloat16)),
             "hmac": self._hmac(str(name), prefix),
+            "keys": ",".join(keys),
         }
         try:
-            self._evict_for(size_bytes)
-            save_file(dict(prefix.arrays), partial, metadata=metadata)
-            partial.chmod(0o600)
-            partial.replace(path)
-            self._write_budget()
+            with self._lock():
+                if not self._may_write(size_bytes):
+                    return
+                self._evict_for(size_bytes)
+                save_file(dict(prefix.arrays), partial, metadata=metadata)
+                partial.chmod(0o600)
+                partial.replace(path)
         except Exception as error:  # noqa: BLE001  # safetensors has an error of its own
             if not self._failed:
                 logger.warning("prefix_cache.write_failed error=%s", type(error).__name__)
@@ -217,6 +242,7 @@ class PrefixCacheFiles:
                 partial.unlink(missing_ok=True)
         else:
             self._names[name.end, name.digest] = name
+            self.add_keys(name, keys)
 
     def drop(self, scope: str | None) -> None:
         """Delete all files of a scope, those of other models too; None: all files."""
@@ -226,13 +252,42 @@ class PrefixCacheFiles:
                 if path.name.startswith(tag) and path.name.endswith((_SUFFIX, ".partial")):
                     self._delete(path)
 
+    def _is_kept(self, name: FileName) -> bool:
+        """Return whether a file is there, and somebody has used it in time."""
+        with contextlib.suppress(OSError):
+            if self._path(name).stat().st_mtime >= time.time() - TTL_S:
+                return True
+        self._names.pop((name.end, name.digest), None)
+        return False
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Let no other worker write to the folder within the context."""
+        folder, until_s = os.open(self._directory, os.O_RDONLY), time.monotonic() + _LOCK_S
+        try:
+            while time.monotonic() < until_s:
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    time.sleep(0.01)
+                    continue
+                except OSError:  # a file system without locks
+                    pass
+                break
+            yield
+        finally:
+            os.close(folder)
+
     def _may_write(self, size_bytes: int) -> bool:
-        now_s = time.time()
-        if now_s - self._day_begin_s >= _DAY_S:
-            self._day_begin_s, self._day_bytes = now_s, 0
-        if self._day_bytes + size_bytes > _WRITES_A_DAY * self._limit_bytes:
+        """Take bytes of the budget of a day, which the workers of the folder share."""
+        begin_s, written_bytes = self._read_budget()
+        written_bytes += size_bytes
+        if written_bytes > _WRITES_A_DAY * self._limit_bytes:
             return False
-        self._day_bytes += size_bytes
+        partial = self._directory / f"{_BUDGET}.{secrets.token_hex(8)}.partial"
+        partial.touch(mode=0o600)
+        partial.write_text(json.dumps({"begin_s": begin_s, "bytes": written_bytes}))
+        partial.replace(self._directory / _BUDGET)
         return True
 
     def _read_budget(self) -> tuple[float, int]:
@@ -245,27 +300,32 @@ class PrefixCacheFiles:
             return now_s, 0
         return (begin_s, written_bytes) if 0 <= now_s - begin_s < _DAY_S else (now_s, 0)
 
-    def _write_budget(self) -> None:
-        partial = self._directory / f"{_BUDGET}.{os.getpid()}.partial"
-        partial.touch(mode=0o600)
-        partial.write_text(json.dumps({"begin_s": self._day_begin_s, "bytes": self._day_bytes}))
-        partial.replace(self._directory / _BUDGET)
+    def _evict_for(self, size_bytes: int) -> list[Path]:
+        """Delete old files, and the least recently used ones until there is room for another.
 
-    def _evict_for(self, size_bytes: int) -> None:
-        """Delete old files, and the least recently used ones until there is room for another."""
-        files = []
+        Files that workers write count too. Returns the files that stay, the last used one last.
+        """
+        files, used_bytes, now_s = [], 0, time.time()
         with contextlib.suppress(OSError):
-            for path in self._directory.glob("*" + _SUFFIX):
+            for path in self._directory.iterdir():
+                if not path.name.endswith((_SUFFIX, ".partial")):
+                    continue
                 with contextlib.suppress(FileNotFoundError):  # another worker has evicted it
                     status = path.stat()
-                    files.append((status.st_mtime, status.st_size, path))
-        used_bytes = sum(file_bytes for _, file_bytes, _ in files)
-        for modified_s, file_bytes, path in sorted(files):
-            expired = modified_s < time.time() - TTL_S
+                    used_bytes += status.st_size
+                    if path.name.endswith(_SUFFIX):
+                        files.append((status.st_mtime, status.st_size, path))
+                    elif status.st_mtime < now_s - _PARTIAL_S:
+                        used_bytes -= status.st_size
+                        self._discard(path, "half written")
+        files.sort()
+        for number, (modified_s, file_bytes, path) in enumerate(files):
+            expired = modified_s < now_s - TTL_S
             if not expired and used_bytes + size_bytes <= self._limit_bytes:
-                return
+                return [path for *_, path in files[number:]]
             used_bytes -= file_bytes
             self._delete(path)
+        return []
 
     def _discard(self, path: Path, reason: str) -> None:
         logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)
@@ -302,43 +362,12 @@ class PrefixCacheFiles:
         return code.hexdigest()
 
 
-def _is_abandoned(path: Path) -> bool:
-    """Return whether a file is half written, and nobody writes it any more."""
-    with contextlib.suppress(OSError):
-        return path.suffix == ".partial" and path.stat().st_mtime < time.time() - _PARTIAL_S
-    return False
-
-
-def model_fingerprint(folder: Path, adapter: Path | None = None) -> str:
-    """Tell one model from another: its checkpoint, and what makes prompts and texts of tokens."""
-    digest = blake2b(fingerprint(folder, adapter).encode(), digest_size=16)
-    for name in _TEXT_CONFIGURATIONS:
-        with contextlib.suppress(FileNotFoundError):
-            content = (folder / name).read_bytes()
-            digest.update(f"{name}:{len(content)}".encode() + content)
-    return digest.hexdigest()
-
-
-def fingerprint(folder: Path, adapter: Path | None = None) -> str:
-    """Tell one checkpoint from another: its configurations, and samples of its weights.
-
-    With an adapter it is another checkpoint.
-
-    Two fine-tunes differ nearly everywhere, so a few blocks of each file tell them apart without
-    reading tens of gigabytes.
-    """
-    digest = blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for name in _PICTURE_CONFIGURATIONS:
-        with contextlib.suppress(FileNotFoundError):
-            digest.update((folder / name).read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
-        size_bytes = path.stat().st_size
-        digest.update(f"{path.name}:{size_bytes}".encode())
+def _keys_of(path: Path) -> tuple[str, ...]:
+    """Return the keys that a file names; none if its header says nothing of the kind."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         with path.open("rb") as file:
-            for sample in range(_SAMPLES):
-                file.seek(size_bytes * sample // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    if adapter is not None:
-        for path in (adapter / "adapter_config.json", *sorted(adapter.glob("*.safetensors"))):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length) if length <= _MAX_HEADER_BYTES else b"{}"
+        keys = json.loads(header)["__metadata__"]["keys"].split(",")[:_MAX_FILE_KEYS]
+        return tuple(key for key in keys if _KEY.fullmatch(key))
+    return ()

@@ -34,6 +34,7 @@ from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 logger = logging.getLogger(__name__)
 MIN_PREFIX_TOKENS = 32
 """Reading fewer tokens again costs less than caching them."""
+_CLOSING_TOKENS = 4
 _COUNTED_CONTEXTS = 8
 """A client may count the tokens of a conversation that it must shorten."""
 
@@ -63,6 +64,8 @@ class PreparedPrompt:
     """Length up to the end of the last message; 0 if unknown."""
     turn_key: str = ""
     """Key of the prompt up to there; empty without one."""
+    closing: tuple[int, ...] = ()
+    """Tokens that end a message, the first of them a control token; empty if there is none."""
     continues: bool = False
     """Whether the next prompt of the chat begins with this one and its answer."""
     identity: npt.NDArray[np.int64] = field(
@@ -148,11 +151,15 @@ class PromptRenderer(ChatTemplate):
         return replace(prepared, identity=identity)
 
     def _prepared(self, prompt: Prompt, tokens: tuple[int, ...]) -> PreparedPrompt:
+        turn_tokens = self._turn_tokens(prompt, tokens)
+        last = tokens[max(turn_tokens - _CLOSING_TOKENS, 0) : turn_tokens]
+        control = [at for at, token in enumerate(last) if token in self._added]
         return PreparedPrompt(
             tokens=tokens,
             prefix=self._prefix(prompt, tokens),
             scope=prompt.scope,
-            turn_tokens=self._turn_tokens(prompt, tokens),
+            turn_tokens=turn_tokens,
+            closing=last[control[-1] :] if control else (),
             turn_key=prompt.turn_key,
             continues=prompt.continues,
         )
@@ -299,6 +306,10 @@ class PromptRenderer(ChatTemplate):
             for index, token in self._tokenizer.added_tokens_decoder.items()
             if known is not None and token.special and known.has_mark(token.content)
         }
+
+    @cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.added_tokens_decoder)
 
     def raw(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""

@@ -1,0 +1,75 @@
+"""List the workers of a gateway; cordon, uncordon and drain them, and empty their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from gateway.cli import CommandError
+from gateway.cli.client import connect, local_time, plain_table, print_answer, print_output
+
+_PATH = "/admin/v1/workers"
+# The gateway waits for as long as the command says.
+_MARGIN_S = 30.0
+
+
+def list_all(*, url: str, as_json: bool) -> int:
+    """List all workers that have joined or are cordoned."""
+    answer = connect(url, admin=True).read("GET", _PATH)
+    table = plain_table("Worker", "State", "Models", "URL", numbers=("Busy",))
+    for worker in answer["workers"]:
+        models = ", ".join(worker.get("models", ())) or "-"
+        place = (models, worker.get("url", "-"), str(worker["in_flight"]))
+        table.add_row(worker["worker_id"], _state(worker), *place)
+    return print_answer(answer, table, as_json=as_json)
+
+
+def cordon(*, worker: str, url: str) -> int:
+    """Let a worker get no new requests."""
+    connect(url, admin=True).send("PUT", _place(worker, "cordon"))
+    return print_output(f"{worker} gets no new requests; `paceline workers uncordon` ends that.")
+
+
+def uncordon(*, worker: str, url: str) -> int:
+    """Let a worker get requests again."""
+    connect(url, admin=True).send("DELETE", _place(worker, "cordon"))
+    return print_output(f"{worker} gets requests again.")
+
+
+def drain(*, worker: str, timeout_s: int, move: bool, url: str) -> int:
+    """Cordon a worker and wait for its requests to end."""
+    query = {"timeout_s": timeout_s, "move": move}
+    answer = connect(url, admin=True).read(
+        "POST", _place(worker, "drain"), params=query, timeout=timeout_s + _MARGIN_S
+    )
+    if not answer["drained"]:
+        raise CommandError(
+            f"{worker} gets no new requests, and {answer['in_flight']} are still running."
+        )
+    moved = f"; {answer['moved']} streams went on at other workers" if answer["moved"] else ""
+    return print_output(f"{worker} runs no request{moved}, and gets no new ones until uncordoned.")
+
+
+def clear_caches(*, workers: Sequence[str], url: str) -> int:
+    """Empty the prefix caches of these workers, in memory and on disk; without any, of all."""
+    gateway = connect(url, admin=True)
+    here = (one for one in gateway.read("GET", _PATH)["workers"] if one["state"] != "gone")
+    for name in workers or [one["worker_id"] for one in here if one["kind"] == "paceline"]:
+        gateway.send("DELETE", _place(name, "prefix-cache"))
+        print_output(f"Emptied the prefix cache of {name}.")
+    return 0
+
+
+def _place(worker: str, action: str) -> str:
+    return f"{_PATH}/{quote(worker, safe='')}/{action}"
+
+
+def _state(worker: Mapping[str, Any]) -> str:
+    """Return the state, its reason, and who has cordoned the worker when."""
+    words = [worker["state"], worker.get("problem", "")]
+    if "gone_since" in worker:
+        words.append(f"({worker['gone_because']}) since {local_time(worker['gone_since'])}")
+    if "cordoned_since" in worker:
+        words.append(f"by {worker['cordoned_by']} since {local_time(worker['cordoned_since'])}")
+    return " ".join(filter(None, words))
