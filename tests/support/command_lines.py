@@ -63,7 +63,7 @@ def lines_in_sentences() -> Iterator[CommandLine]:
         prose = _BLOCK.sub("", page.read_text())
         for code in re.findall(r"`(\S[^`]*)`", prose):
             text = " ".join(code.split())
-            if re.fullmatch(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?{PROGRAM} [^=][^{{$]*", text):
+            if re.fullmatch(rf"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?{PROGRAM} [^={{$][^{{$]*", text):
                 yield _split(page, text)
 
 

@@ -1,9 +1,6 @@
 """The commands of README, CONTRIBUTING and docs: each parses, and runs or says why it does not."""
 
-import configparser
 import os
-import plistlib
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +27,6 @@ LINES = sorted(set(lines_of_blocks()))
 MENTIONS = sorted(set(lines_in_sentences()))
 CLIENT = "a program of others, which needs a model of the reader"
 INSTALLS = "it installs from an index; test_install_script.py and test_wheel.py do so"
-OF_MACHINE = "it changes the services of this machine"
 NOT_RUN = {
     "paceline up": "it serves until its end; test_up.py runs it",
     "paceline worker": "it serves until its end; test_worker_start.py runs it",
@@ -45,10 +41,7 @@ NOT_RUN = {
     "rm": "it deletes the state folder for good",
     "uv": INSTALLS,
     "pipx": INSTALLS,
-    "systemctl": OF_MACHINE,
-    "loginctl": OF_MACHINE,
-    "journalctl": OF_MACHINE,
-    "launchctl": "it needs a Mac",
+    "paceline service": "it changes the services of this machine; test_service.py runs it",
     "export": "it sets a variable for the next command",
     **dict.fromkeys(("claude", "opencode", "llm", "aiperf", "lm_eval"), CLIENT),
 }
@@ -92,6 +85,7 @@ def test_each_command_of_a_page_or_a_message_exists_with_its_options_and_values(
     lines = [*(line for line in LINES if line.program == "paceline"), *MENTIONS]
     problems = {line.text: problem_of(line) for line in lines}
     assert {text: problem for text, problem in problems.items() if problem} == {
+        "paceline ARGUMENTS": "No such command 'ARGUMENTS'.",
         "paceline COMMAND --help": "No such command 'COMMAND'.",
         "paceline NAME": "No such command 'NAME'.",
         "paceline worker --label": "Option '--label' requires an argument.",
@@ -164,17 +158,3 @@ def test_each_command_of_a_page_runs(line: CommandLine, user) -> None:
         command = line.text.replace("http://127.0.0.1:8000", user.url)
         command = command.replace("curl ", "curl --silent --show-error --fail ", 1)
         subprocess.run(["sh", "-c", command], check=True, capture_output=True)
-
-
-def test_the_services_of_the_page_on_call_are_well_formed_and_run_paceline_up() -> None:
-    page = (ROOT / "docs/on_call.md").read_text()
-    (unit,) = re.findall(r"```ini\n(.*?)```", page, re.DOTALL)
-    read = configparser.ConfigParser(interpolation=None)
-    read.optionxform = str  # type: ignore[assignment,method-assign]
-    read.read_string(unit)
-    commands = [read["Service"]["ExecStart"].split()]
-    (plist,) = re.findall(r"```xml\n(.*?)```", page, re.DOTALL)
-    commands.append(plistlib.loads(plist.encode())["ProgramArguments"])
-    for program, *arguments in commands:
-        assert program.endswith("/.local/bin/paceline")
-        check_usage(arguments)
