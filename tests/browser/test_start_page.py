@@ -6,7 +6,7 @@ from playwright.async_api import expect
 from paceline.protocol import StartProgress, StartStage
 from tests.support.accessibility import accessibility_problems
 from tests.support.browser_tab import BrowserTab
-from tests.support.running_gateway import RunningGateway
+from tests.support.running_gateway import RunningGateway, wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -23,6 +23,7 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
     page, url = tab.page, gateway_with_worker.url
     worker.status_report = worker.report(context_tokens=65536)
     assert gateway_with_worker.send_heartbeat(worker, context_tokens=65536).is_success
+    wait_until(lambda: gateway_with_worker.status()["workers"]["fake-a"]["context_tokens"] == 65536)
     await tab.open(url, "/")
     await expect(page.locator("#live")).to_have_text("1 Mac ready")
     await expect(page.get_by_role("article", name="demo")).to_contain_text("Also called default")

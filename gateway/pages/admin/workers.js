@@ -46,14 +46,22 @@ function show(all) {
   byId("fleet-line").textContent = here.length
     ? `${open} of ${several(here.length, "worker")} ready, ${several(running, "request")} running`
     : "";
+  const cards = all.length
+    ? all.sort((one, other) => one.worker_id.localeCompare(other.worker_id)).map(card)
+    : [make("p", { class: "card empty" }, "No worker has joined. Choose \u201cAdd a Mac\u201d.")];
+  const shown = [...byId("workers").children];
   const focused = document.activeElement?.dataset.action;
-  byId("workers").replaceChildren(
-    ...(all.length
-      ? all.sort((one, other) => one.worker_id.localeCompare(other.worker_id)).map(card)
-      : [make("p", { class: "card empty" }, "No worker has joined. Choose \u201cAdd a Mac\u201d.")]),
-  );
-  // The cards are replaced every two seconds; a focused button keeps its focus.
+  const name = (element) => element.getAttribute("aria-label");
+  if (shown.map(name).join("\n") === cards.map(name).join("\n")) shown.forEach((one, index) => update(one, cards[index]));
+  else byId("workers").replaceChildren(...cards);
   if (focused) byId("workers").querySelector(`[data-action="${CSS.escape(focused)}"]`)?.focus();
+}
+
+// Replace what has changed alone: a button keeps its focus, and a click that falls between two answers.
+function update(shown, fresh) {
+  const parts = [...fresh.children];
+  if (shown.children.length !== parts.length) shown.replaceChildren(...parts);
+  else [...shown.children].forEach((part, index) => part.isEqualNode(parts[index]) || part.replaceWith(parts[index]));
 }
 
 function card(worker) {
