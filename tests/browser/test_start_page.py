@@ -39,7 +39,8 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
     ):
         await page.get_by_role("tab", name=client).click()
         for part in parts:
-            await expect(code).to_contain_text(part)
+            known = gateway_with_worker.status()["workers"]
+            await expect(code, f"the gateway knows {known}").to_contain_text(part)
         if url in parts:
             await expect(code).not_to_contain_text(f"{url}/v1")
     await expect(code).not_to_contain_text("env_key")
