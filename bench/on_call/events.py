@@ -224,7 +224,7 @@ EVENTS: Final = (
         name="a gateway restarts",
         happening=_gateway_restarted,
         page=r"Uptime\s+[0-9.]+ ?m?s\b",
-        command=r"ready for [0-9]+ s",
+        command=r"ready, up for [0-9]+ s",
         log="Paceline listens on",
         metric="paceline_start_time_seconds",
     ),

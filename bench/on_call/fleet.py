@@ -134,8 +134,7 @@ class OnCall:
 @contextlib.asynccontextmanager
 async def running_fleet(home: Path) -> AsyncIterator[OnCall]:
     port = fixed_port()
-    keys = {"PACELINE_API_KEY": API_KEY, "PACELINE_ADMIN_KEY": ADMIN_KEY}
-    os.environ |= keys  # of the commands; processes get none of them
+    os.environ |= {"PACELINE_ADMIN_KEY": ADMIN_KEY}  # of the commands; processes do not get it
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(_small_disk(home / "state"))
         redis = await stack.enter_async_context(running_redis(home))
@@ -179,9 +178,9 @@ async def _browser() -> AsyncIterator[Browser]:
 
 
 async def _signed_in(browser: Browser) -> Page:
-    """Return a tab whose pages have both keys."""
+    """Return a tab whose pages have the admin key."""
     page = await browser.new_page()
-    keys = {"paceline-key": API_KEY, "paceline-admin-key": ADMIN_KEY}
+    keys = dict.fromkeys(("paceline-key", "paceline-admin-key"), ADMIN_KEY)
     await page.add_init_script(
         f"for (const [name, key] of Object.entries({json.dumps(keys)})) "
         "sessionStorage.setItem(name, key);"
