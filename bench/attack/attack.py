@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -133,7 +132,7 @@ async def request(
     return await send(port, encode(encoded, path=path, method=method, key=key))
 
 
-class Attack(ABC):
+class Attack:
     """One kind of attack: inputs, some at a time, until the deadline on the monotonic clock."""
 
     name: ClassVar[str]
@@ -167,9 +166,8 @@ class Attack(ABC):
     async def prepare(self) -> None:
         """Do what comes before the first input."""
 
-    @abstractmethod
     async def one(self, chance: Random) -> None:
-        """Play one input, and count it."""
+        """Play one input, and count it; nothing for a kind that has a `run` of its own."""
 
     async def finish(self) -> None:
         """Do what comes behind the last input."""

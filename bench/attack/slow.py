@@ -28,13 +28,11 @@ class SlowClients(Attack):
     promise = "each connection is cut in time; others are answered"
     share = 0.06
 
-    async def run(self) -> None:
-        kinds = (self._head, self._body, self._half_body, self._reader)
-        while time.monotonic() < self.deadline_s:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(_CONNECTIONS):
-                    kind = self.rng.choice(kinds)
-                    group.create_task(kind(Random(self.rng.getrandbits(64))))
+    concurrency = _CONNECTIONS
+
+    async def one(self, chance: Random) -> None:
+        kind = chance.choice((self._head, self._body, self._half_body, self._reader))
+        await kind(chance)
 
     def _port(self, chance: Random) -> int:
         return chance.choice((self.target.gateway_port, self.target.worker_port))
