@@ -118,7 +118,7 @@ class Target:
         return await request(self.gateway_port, path, body, method=method, key=key)
 
     async def create_key(self, name: str, **terms: Any) -> dict[str, Any]:
-        answer = await self.admin("keys", {"name": name, **terms})
+        answer = await self.admin("keys", {"name": f"{name} {next(self._ids)}", **terms})
         if answer.status != 201:
             raise RuntimeError(f"no key: {answer.status} {answer.body[:200]!r}")
         return dict(answer.json())
