@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -108,6 +109,16 @@ def returned_memory() -> Iterator[None]:
         sys.modules["mlx.core"].clear_cache()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """Give each test the levels of the first one: a command sets them for its whole process."""
+    loggers = [logging.getLogger(name) for name in ("gateway", "paceline", "workers")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -111,7 +111,6 @@ async def test_c7_a_full_queue_makes_room_for_the_least_busy_client(scheduler: H
 
 async def test_the_log_names_a_client_that_floods_a_queue_once_a_minute(caplog) -> None:
     scheduler = scheduler_of(limit=100)
-    caplog.clear()  # a worker has joined
     await scheduler.acquire()
     tasks = [scheduler.acquire(client=client) for client in ("b", *["a"] * 15, *["b"] * 10)]
     await run_ready_tasks()
