@@ -43,7 +43,7 @@ class Job:
             self.failing = False
         except RecordsUnwritable:
             pass
-        except Exception:
+        except Exception:  # whatever a job raises: it runs again, and no other job ends
             if not self.failing:
                 self.failing = True
                 log.exception("job.failed job=%s", self.name)

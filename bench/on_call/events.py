@@ -15,6 +15,7 @@ import httpx
 
 from bench.harness.parts import wait_until_up
 from bench.on_call.fleet import ENGINE, WORKERS, OnCall
+from gateway.periodic import Job, periodic_tasks
 from tests.support.scripted_worker import Script
 
 if TYPE_CHECKING:
@@ -113,18 +114,12 @@ async def _flood(fleet: OnCall) -> AsyncIterator[None]:
     key = await fleet.admin("POST", "keys", {"name": "flooder"})
     headers = {"authorization": f"Bearer {key['secret']}"}
 
-    async def repeat() -> None:
-        while True:
-            await fleet.chat(headers=headers, max_tokens=64)
+    async def ask() -> None:
+        await fleet.chat(headers=headers, max_tokens=64)
 
-    tasks = [asyncio.create_task(repeat()) for _ in range(60)]
-    try:
+    async with periodic_tasks([Job(work=ask, period_s=0)] * 60):
         yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await fleet.admin("DELETE", f"keys/{key['id']}")
+    await fleet.admin("DELETE", f"keys/{key['id']}")
 
 
 @asynccontextmanager

@@ -475,7 +475,7 @@ class LaneScheduler:
                 row.stored_tokens = max(row.stored_tokens, min(tokens, len(row.prompt.tokens)))
             else:
                 self.counters.add(prefix=PrefixCounts(too_large=1))
-        except Exception:
+        except Exception:  # an answer does not depend on what the cache can store of it
             logger.exception("prefix_cache.store_failed lane=%s", self.name)
         for waiting in islice(self._waiting, _ESTIMATED_ROWS):
             waiting.expected_tokens = self.cached_tokens(waiting)
