@@ -113,6 +113,7 @@ class StreamScanner:
         self._limit_bytes = limit_bytes
         self._pending = b""
         self._searched = 0  # bytes of `_pending` in which no event can end
+        self._kept_alive = False
 
     @property
     def quiet(self) -> bool:
@@ -132,6 +133,7 @@ class StreamScanner:
         told = self.progress is not None
         if not told and chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
+        self._kept_alive = False
         data = self._pending + chunk
         passed = bytearray()
         start, search_from = 0, self._searched
@@ -192,8 +194,8 @@ class StreamScanner:
             end = event.find(b"\n") + 1
             self._line, event = event[len(TOKENS_LINE) : end], event[end:]
         elif b"data:" not in event:
-            if event.startswith(b":") and not self.state.done:
-                passed += self._keep_alive(event)
+            if not self.state.done:
+                passed += self._pause(event)
             return
         group, self._group = (*self._group, event), []
         for one in group:
@@ -221,8 +223,7 @@ class StreamScanner:
         elif len(event) > self._limit_bytes:
             self._exceed()
         elif not (text := _data_of(event)):
-            if event.startswith(b":"):
-                passed += self._keep_alive(event)
+            passed += self._pause(event)
         elif text == _DONE:
             if state.finished:
                 state.done = True
@@ -283,6 +284,16 @@ class StreamScanner:
             return self._break(f"an event has no usable {error}")
         self._passthrough &= not answer.renames
         return b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n" if changed else event
+
+    def _pause(self, event: bytes) -> bytes:
+        """Return what the client gets of an event without data.
+
+        What a format adds to a comment may be a whole response: once for all that came together.
+        """
+        if not event.startswith(b":"):
+            return b""
+        first, self._kept_alive = not self._kept_alive, True
+        return self._keep_alive(event) if first else event
 
     def _exceed(self) -> None:
         self.state.too_large = True
