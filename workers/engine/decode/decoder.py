@@ -337,11 +337,8 @@ class Decoder:
         if not batch.has_head:
             return 0, True
         fewest_steps = min(len(row.speculation.steps) for row in batch.rows)
-        k = self._draft_length.choose(self._promised(batch), fewest_steps)
+        k = self._draft_length.choose([row.head_accepted for row in batch.rows], fewest_steps)
         return k, not self._draft_length.is_exploring(len(batch.rows), fewest_steps)
-
-    def _promised(self, batch: Batch) -> list[list[float]]:
-        return [self._draft_length.promised_tokens(row.head_accepted) for row in batch.rows]
 
     def _plan(self, batch: Batch, planned: Drafts) -> Drafts:
         """Decide what each row drafts: the tokens of the head, or some of its run."""
@@ -365,7 +362,7 @@ class Decoder:
         plan = self._draft_length.plan(
             planned.plan.head_tokens,
             [None if own else run for own, run in zip(fixed, runs, strict=True)],
-            self._promised(batch),
+            [row.head_accepted for row in rows],
         )
         drafted: list[Sequence[int]] = [()] * len(rows)
         for index, run in enumerate(runs):
