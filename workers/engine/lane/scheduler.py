@@ -32,9 +32,9 @@ from workers.engine.decode.memory_pressure import MemoryReading, is_out_of_memor
 from workers.engine.decode.metrics import LaneCounters
 from workers.engine.decode.prefill import (
     Prefill,
+    begin_chunk,
     context_of,
     find_prefix,
-    prefill_chunk,
     start_prefill,
 )
 from workers.engine.decode.prompt_lookup import PromptLookup
@@ -214,8 +214,7 @@ class LaneScheduler:
         self._preempt()
         decoded = self._read_prompts()
         if not decoded:
-            for outcome in self._decoder.step(ahead=self.begins_ahead):
-                self._apply(outcome)
+            self._decode()
         self._admission.prefills.record_decode()
         self._update_occupancy()
 
@@ -250,14 +249,6 @@ class LaneScheduler:
     @property
     def _full(self) -> bool:
         return len(self.prefills) + self.running_rows >= self.counters.slots
-
-    @property
-    def begins_ahead(self) -> bool:
-        """Return whether steps may begin in advance: no prompt is open, which would wait for them.
-
-        Rows could not join either.
-        """
-        return not any(self._admission.prefills)
 
     def _drop_cancelled(self) -> None:
         cancelled = [row for row in self._waiting if row.cancelled]
@@ -343,47 +334,67 @@ class LaneScheduler:
     def _read_prompts(self) -> bool:
         """Read prompts until the budget of a step is spent, or one needs further steps.
 
-        Steps that have begun are finished before, since the device does nothing else meanwhile, and
-        rows can join. Returns whether rows have decoded one.
+        The first chunk follows the steps that have begun, and the host takes their tokens while
+        the device reads the chunk. But before the rest of a prompt all steps are finished: its row
+        can join then, and has its first token early. Returns whether rows have decoded a step.
         """
-        if not self.prefills:
-            return False
-        decoded = self.finish_open_steps()
         queue, memory = self._admission.prefills, self._admission.memory
-        begun_s, spent_s, has_read = self._clock(), 0.0, False
+        begun_s, spent_s, has_read, decoded = self._clock(), 0.0, False, False
         decoding = bool(self._decoder.rows)
         budget = partial(self._prefill_budget.chunk_tokens, others_decode=decoding)
         whole = False
         while not whole and (prefill := queue.next(self.name, decoding=decoding)) is not None:
             most = memory.max_chunk_tokens(prefill.read_count)
             chunk_tokens = min(budget(context_tokens=prefill.read_count, spent_s=spent_s), most)
-            if has_read and chunk_tokens < prefill.next_tokens:
-                break
+            cut_short, begun = chunk_tokens < prefill.next_tokens, self._decoder.begun
             if prefill.row.generation.exact:  # in the same chunks whatever else runs
                 chunk_tokens = min(most, self._settings.prefill_chunk_tokens, EXACT_CHUNK_TOKENS)
+            rest = chunk_tokens >= prefill.remaining_tokens
+            if has_read and (cut_short or (rest and any(begun))):
+                break
+            beside_steps = False
+            if has_read:
+                mx.synchronize()  # the cost of the chunk includes no step
+            else:
+                decoded = bool(begun) and all(begun)
+                beside_steps = decoded and not rest and prefill.scoring is None
+                if not beside_steps:
+                    self.finish_open_steps()
+            if prefill not in self.prefills:
+                break  # a step found too little memory
             queue.record_chunk(prefill)
-            whole = self._advance_prefill(prefill, chunk_tokens)
+            whole = self._advance_prefill(prefill, chunk_tokens, beside_steps=beside_steps)
             has_read, spent_s = True, self._clock() - begun_s
         if has_read:
             queue.end_reading()
         return decoded
 
-    def finish_open_steps(self) -> bool:
-        """Finish the steps of all lanes that have begun; return whether there were any."""
-        outcomes = list(self._decoder.finish_open_steps())
-        for outcome in outcomes:
+    def finish_open_steps(self) -> None:
+        """Finish the steps of all lanes that have begun."""
+        for outcome in self._decoder.finish_open_steps():
             self._apply(outcome)
-        return bool(outcomes)
 
-    def _advance_prefill(self, prefill: Prefill, chunk_tokens: int) -> bool:
+    def _decode(self) -> float:
+        """Decode one step of every row of all lanes; return when the first ones were read."""
+        read_s, reading = 0.0, any(self._admission.prefills)
+        for outcome in self._decoder.step(ahead=True, reading=reading):
+            read_s = read_s or self._clock()
+            self._apply(outcome)
+        return read_s
+
+    def _advance_prefill(
+        self, prefill: Prefill, chunk_tokens: int, *, beside_steps: bool = False
+    ) -> bool:
         """Read a chunk of a prompt; return whether it needs further ones of this size."""
         row, whole = prefill.row, chunk_tokens < prefill.next_tokens
         try:
-            self._read_chunk(prefill, chunk_tokens, whole=whole)
+            self._read_chunk(prefill, chunk_tokens, whole=whole, beside_steps=beside_steps)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._close_prefill(prefill)
             self._end_or_requeue([row], error)
             return whole
+        if prefill not in self.prefills:
+            return whole  # a step found too little memory
         if prefill.complete:
             self._close_prefill(prefill)
             if prefill.read_count - row.cached_tokens >= _LONG_PROMPT_TOKENS:
@@ -393,6 +404,7 @@ class LaneScheduler:
                 self.finish(row)
             else:
                 self._index(row)
+                self.finish_open_steps()
                 self._apply(self._decoder.join(prefill))
         elif not row.begun:
             row.sink(
@@ -405,14 +417,24 @@ class LaneScheduler:
     def _close_prefill(self, prefill: Prefill) -> None:
         self._admission.prefills.remove(self.name, lambda other: other is prefill)
 
-    def _read_chunk(self, prefill: Prefill, chunk_tokens: int, *, whole: bool) -> None:
+    def _read_chunk(
+        self, prefill: Prefill, chunk_tokens: int, *, whole: bool, beside_steps: bool
+    ) -> None:
         """Read one chunk, or let the draft model score one; choose the first token at the end."""
         row = prefill.row
         before, begun_s = prefill.read_count, self._clock()
         if prefill.scoring is not None:
             self._sparse_prefill.score_chunk(prefill, chunk_tokens, self.counters)
             return
-        head_error = prefill_chunk(prefill, self._target, chunk_tokens)
+        if beside_steps:
+            for outcome in self._decoder.finish_before_prompt():
+                self._apply(outcome)
+        try:
+            head_error = begin_chunk(prefill, self._target, chunk_tokens)
+        finally:
+            if beside_steps:
+                begun_s = self._decode() or begun_s
+        mx.eval(prefill.arrays)
         duration_s = self._clock() - begun_s
         tokens = prefill.read_count - before
         self._prefill_budget.observe(tokens, duration_s, context_tokens=before, whole=whole)
