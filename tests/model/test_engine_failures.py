@@ -11,7 +11,7 @@ from paceline.request.profile import Sampling
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import assert_matches_reference
-from workers.engine.decode.prefill import Prefill, begin_chunk, start_prefill
+from workers.engine.decode.prefill import Prefill, forward_chunk, start_prefill
 from workers.engine.lane.thread import EngineThread
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import (
@@ -125,7 +125,7 @@ def test_a_repeated_prefill_of_a_picture_uses_the_same_positions(
         row.prompt, row.answer = prepared, answer
         prefill = start_prefill(row, target, None, PrefixCache(0))
         while not prefill.complete:
-            begin_chunk(prefill, target, 64)
+            forward_chunk(prefill, target, 64)
         return prefill
 
     answer = list(range(30, 42))

@@ -48,7 +48,7 @@ def test_a_step_begins_before_the_tokens_of_the_last_one_are_sent(
     assert not noted[-1], "the limit of the answer was known"
 
 
-def test_a_prompt_is_read_while_the_host_reads_steps_until_its_rest_is_read(
+def test_steps_begin_ahead_while_a_prompt_is_read_until_its_row_joins(
     make_lane, submit, checkpoint
 ) -> None:
     lane = make_lane(chunk_tokens=64)

@@ -93,8 +93,6 @@ class OpenStep:
     """[rows, L, width]: the hidden states of the tokens that the step reads."""
     recurrent: Layers
     """States of the recurrent layers after the step, or their histories where L > 1."""
-    decided: mx.array | None = None
-    """What `finish_step` returns, if other work of the device begins before it is read."""
 
     @classmethod
     def plain(cls, scores: mx.array, rows: int) -> OpenStep:

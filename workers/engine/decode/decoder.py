@@ -224,24 +224,13 @@ class Decoder:
 
         With `ahead`, the next step of each batch begins before this one is read, or else as soon as
         its rows have their tokens: while the host reads one batch, the device computes another.
-        `reading` says that the device also reads prompts, so that no duration is that of a step.
+        `reading` says that the device reads prompts between the steps, so that a duration is only
+        that of a step if nothing has begun before it.
         """
         for batch in self._batches:
             if batch.rows:
                 yield self._step(batch, ahead=ahead, reading=reading)
         self._single = [batch for batch in self._single if batch.rows]
-
-    def finish_before_prompt(self) -> Iterator[Outcome]:
-        """Finish the steps that have begun, before the device reads a prompt; yield the failures.
-
-        `step` then takes their tokens, and begins the next steps, while the device reads.
-        """
-        for batch in self._batches:
-            if self._graph is not None and (step := batch.opened) is not None:
-                try:
-                    step.decided = finish_step(batch, self._graph, step)
-                except Exception as error:  # noqa: BLE001  # as when a step is read
-                    yield self._fail(batch, error, step.planned)
 
     def finish_open_steps(self) -> Iterator[Outcome]:
         """Finish the steps that have begun, so that rows can join and nothing else is computed."""
@@ -255,7 +244,6 @@ class Decoder:
             return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
         rows, has_head, was_open = list(batch.rows), batch.has_head, batch.opened is not None
         last = self._last if self._last is not batch.opened else None
-        beside_prompt = batch.opened is not None and batch.opened.decided is not None
         others = last is not None or reading
         if others and not was_open:
             mx.synchronize()  # so that the device computes this step alone, and its cost shows
@@ -265,11 +253,11 @@ class Decoder:
         planned = batch.opened.planned if batch.opened else Drafts(Plan(0))
         try:
             step, tokens, found, unbegun = self._compute(
-                batch, ahead=ahead and not beside_prompt and (was_open or not others), others=others
+                batch, ahead=ahead and (was_open or not others), others=others
             )
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
             return self._fail(batch, error, planned)
-        queued = batch.opened is not None or beside_prompt or (last is not None and was_open)
+        queued = batch.opened is not None or (last is not None and was_open)
         alone = not was_open and batch.opened is None
         outcome, appended = self._append(rows, step, tokens, begun_s)
         elapsed_s = self._clock() - begun_s if alone else 0.0
@@ -290,8 +278,6 @@ class Decoder:
         if not alone:
             elapsed_s = self._clock() - begun_s
             alone = not others and was_open and batch.opened is not None
-        if beside_prompt:  # the rest of the time is that of the prompt
-            elapsed_s = self._draft_length.cost_s(len(rows), *planned.plan.cost) or elapsed_s
         self._last = batch.opened or last
         self._record(rows, step, tokens, appended, elapsed_s, alone=alone, ahead=queued)
         if step.head_length:
@@ -343,9 +329,7 @@ class Decoder:
         unbegun, seen = None, step.planned
         if not seen.found:  # the step began before the tokens that a run goes on from were known
             seen = self._plan(batch, seen)
-        decided = step.decided
-        if decided is None:
-            decided = finish_step(batch, self._graph, step)
+        decided = finish_step(batch, self._graph, step)
         if ahead and not any(seen.runs) and self._may_go_ahead(batch, step.tokens):
             unbegun = self._begin(batch, step.tokens, others=others)
         return step, read_step(batch, step, decided), seen.found, unbegun

@@ -77,7 +77,7 @@ class Prefill:
 
     @property
     def arrays(self) -> list[object]:
-        """Return the arrays that the chunks so far have computed."""
+        """Return what a chunk computes."""
         caches = [cache for cache in (*self.caches, *self.head_caches) if not cache.empty()]
         return [self.scores, self.last_hidden, *(cache.state for cache in caches)]
 
@@ -214,10 +214,10 @@ def _checkpoints(prompt: PreparedPrompt, begin: int) -> list[int]:
     return [*ends, *(at for at in others if all(abs(at - end) >= apart for end in ends))]
 
 
-def begin_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
-    """Begin to read up to `chunk_tokens` more tokens of the prompt, or of a requeued row's answer.
+def forward_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
+    """Read up to `chunk_tokens` more tokens of the prompt, or of a requeued row's answer.
 
-    The caller waits for the arrays of the prefill. Returns the error of the head if it failed: the
+    The caller evaluates the arrays of the prefill. Returns the error of the head if it failed: the
     target then goes on without it.
     """
     row, head_error = prefill.row, None
@@ -254,7 +254,6 @@ def begin_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exceptio
         prefill.last_hidden = output[:, -1:]
     if prefill.complete:
         prefill.scores = target.scores(output, last=1)
-    mx.async_eval(prefill.arrays)
     return head_error
 
 

@@ -32,9 +32,9 @@ from workers.engine.decode.memory_pressure import MemoryReading, is_out_of_memor
 from workers.engine.decode.metrics import LaneCounters
 from workers.engine.decode.prefill import (
     Prefill,
-    begin_chunk,
     context_of,
     find_prefix,
+    forward_chunk,
     start_prefill,
 )
 from workers.engine.decode.prompt_lookup import PromptLookup
@@ -334,9 +334,9 @@ class LaneScheduler:
     def _read_prompts(self) -> bool:
         """Read prompts until the budget of a step is spent, or one needs further steps.
 
-        The first chunk follows the steps that have begun, and the host takes their tokens while
-        the device reads the chunk. But before the rest of a prompt all steps are finished: its row
-        can join then, and has its first token early. Returns whether rows have decoded a step.
+        The rows decode before, and their next steps begin: the host describes the first chunk
+        while the device computes them. But before the rest of a prompt the steps are finished,
+        since its row joins then. Returns whether the rows have decoded.
         """
         queue, memory = self._admission.prefills, self._admission.memory
         begun_s, spent_s, has_read, decoded = self._clock(), 0.0, False, False
@@ -352,18 +352,16 @@ class LaneScheduler:
             rest = chunk_tokens >= prefill.remaining_tokens
             if has_read and (cut_short or (rest and any(begun))):
                 break
-            beside_steps = False
-            if has_read:
-                mx.synchronize()  # the cost of the chunk includes no step
-            else:
+            if not has_read:
                 decoded = bool(begun) and all(begun)
-                beside_steps = decoded and not rest and prefill.scoring is None
-                if not beside_steps:
+                if decoded and not rest:
+                    self._decode()
+                else:
                     self.finish_open_steps()
             if prefill not in self.prefills:
                 break  # a step found too little memory
             queue.record_chunk(prefill)
-            whole = self._advance_prefill(prefill, chunk_tokens, beside_steps=beside_steps)
+            whole = self._advance_prefill(prefill, chunk_tokens)
             has_read, spent_s = True, self._clock() - begun_s
         if has_read:
             queue.end_reading()
@@ -374,27 +372,20 @@ class LaneScheduler:
         for outcome in self._decoder.finish_open_steps():
             self._apply(outcome)
 
-    def _decode(self) -> float:
-        """Decode one step of every row of all lanes; return when the first ones were read."""
-        read_s, reading = 0.0, any(self._admission.prefills)
+    def _decode(self) -> None:
+        reading = any(self._admission.prefills)
         for outcome in self._decoder.step(ahead=True, reading=reading):
-            read_s = read_s or self._clock()
             self._apply(outcome)
-        return read_s
 
-    def _advance_prefill(
-        self, prefill: Prefill, chunk_tokens: int, *, beside_steps: bool = False
-    ) -> bool:
+    def _advance_prefill(self, prefill: Prefill, chunk_tokens: int) -> bool:
         """Read a chunk of a prompt; return whether it needs further ones of this size."""
         row, whole = prefill.row, chunk_tokens < prefill.next_tokens
         try:
-            self._read_chunk(prefill, chunk_tokens, whole=whole, beside_steps=beside_steps)
+            self._read_chunk(prefill, chunk_tokens, whole=whole)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._close_prefill(prefill)
             self._end_or_requeue([row], error)
             return whole
-        if prefill not in self.prefills:
-            return whole  # a step found too little memory
         if prefill.complete:
             self._close_prefill(prefill)
             if prefill.read_count - row.cached_tokens >= _LONG_PROMPT_TOKENS:
@@ -404,7 +395,7 @@ class LaneScheduler:
                 self.finish(row)
             else:
                 self._index(row)
-                self.finish_open_steps()
+                self.finish_open_steps()  # a picture's prompt is read in one chunk of any size
                 self._apply(self._decoder.join(prefill))
         elif not row.begun:
             row.sink(
@@ -417,23 +408,17 @@ class LaneScheduler:
     def _close_prefill(self, prefill: Prefill) -> None:
         self._admission.prefills.remove(self.name, lambda other: other is prefill)
 
-    def _read_chunk(
-        self, prefill: Prefill, chunk_tokens: int, *, whole: bool, beside_steps: bool
-    ) -> None:
+    def _read_chunk(self, prefill: Prefill, chunk_tokens: int, *, whole: bool) -> None:
         """Read one chunk, or let the draft model score one; choose the first token at the end."""
         row = prefill.row
         before, begun_s = prefill.read_count, self._clock()
         if prefill.scoring is not None:
             self._sparse_prefill.score_chunk(prefill, chunk_tokens, self.counters)
             return
-        if beside_steps:
-            for outcome in self._decoder.finish_before_prompt():
-                self._apply(outcome)
-        try:
-            head_error = begin_chunk(prefill, self._target, chunk_tokens)
-        finally:
-            if beside_steps:
-                begun_s = self._decode() or begun_s
+        head_error = forward_chunk(prefill, self._target, chunk_tokens)
+        if any(self._decoder.begun):
+            mx.synchronize()  # the cost of the chunk includes no step
+            begun_s = self._clock()
         mx.eval(prefill.arrays)
         duration_s = self._clock() - begun_s
         tokens = prefill.read_count - before
