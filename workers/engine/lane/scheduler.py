@@ -339,10 +339,10 @@ class LaneScheduler:
         since its row joins then. Returns whether the rows have decoded.
         """
         queue, memory = self._admission.prefills, self._admission.memory
-        begun_s, spent_s, has_read, decoded = self._clock(), 0.0, False, False
+        begun_s = spent_s = 0.0
+        has_read = decoded = whole = False
         decoding = bool(self._decoder.rows)
         budget = partial(self._prefill_budget.chunk_tokens, others_decode=decoding)
-        whole = False
         while not whole and (prefill := queue.next(self.name, decoding=decoding)) is not None:
             most = memory.max_chunk_tokens(prefill.read_count)
             chunk_tokens = min(budget(context_tokens=prefill.read_count, spent_s=spent_s), most)
@@ -358,6 +358,7 @@ class LaneScheduler:
                     self._decode()
                 else:
                     self.finish_open_steps()
+                begun_s = self._clock()
             if prefill not in self.prefills:
                 break  # a step found too little memory
             queue.record_chunk(prefill)
