@@ -198,15 +198,3 @@ def test_several_choices_count_their_prompt_once(make_lane, submit, ask) -> None
     assert report.bypass_counts == {"multiple_choices": 1}
     assert (report.requests, report.prompt_tokens) == (1, len(first.row.prompt.tokens))
     assert report.completion_tokens == len(first.row.answer) + len(second.row.answer)
-
-
-def test_only_the_row_with_an_invalid_prompt_fails(make_lane, submit) -> None:
-    lane = make_lane()
-    healthy = submit(lane, "Hello")
-    failing = submit(lane, "Hello")
-    failing.row.prompt = type(failing.row.prompt)(tokens=(1,))
-    object.__setattr__(failing.row.prompt, "tokens", ("no number",))
-    run_until_idle(lane)
-
-    assert isinstance(healthy.end, Finished)
-    assert type(failing.end).__name__ == "GenerationFailed"

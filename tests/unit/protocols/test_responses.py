@@ -68,11 +68,7 @@ SEARCH_OUTPUT = {
     "status": "completed",
     "tools": [MAIL, {"type": "function"}, {"type": "web_search"}],
 }
-
-
 CALLED = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
-
-
 REQUEST: Any = None
 PICTURE = data_url(png_header(8, 8))
 POLICY = PolicyDocument.model_validate(single_pool_policy())
