@@ -44,11 +44,7 @@ CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "
 LOOK = {"name": "look", "input_schema": {"type": "object"}}
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 SEARCH = {"type": "tool", "name": "web_search"}
-
-
 LINE = "x-anthropic-billing-header: cch=1a2b"
-
-
 USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
