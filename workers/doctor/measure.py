@@ -20,13 +20,7 @@ from workers.engine.decode.row import Row
 from workers.engine.engine import Engine
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.startup.self_test import QUESTIONS, chat_prompt, greedy_row
-from workers.engine.types import (
-    Delta,
-    EngineError,
-    Event,
-    Finished,
-    Prompt,
-)
+from workers.engine.types import Delta, EngineError, Event, Finished, Prompt
 
 ROWS = (1, 2, 4, 8)
 ANSWER_TOKENS = 48

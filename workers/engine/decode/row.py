@@ -407,7 +407,8 @@ class Row:
                 self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))
             appended += 1
             self.answer.append(token)
-            if ended or self.text.stopped or (self.matcher is not None and self.matcher.complete):
+            complete = self.matcher is not None and self.matcher.complete
+            if ended or complete or self.text.stopped_by is not None:
                 self.finish_reason = types.FinishReason.STOP
             elif len(self.answer) >= self.max_tokens:
                 self.finish_reason = types.FinishReason.LENGTH

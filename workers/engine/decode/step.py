@@ -17,14 +17,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from paceline.protocol import DraftSource
-from workers.engine.decode.batch import (
-    Batch,
-    Drafts,
-    OpenStep,
-    Unread,
-    set_states,
-    states_of,
-)
+from workers.engine.decode.batch import Batch, Drafts, OpenStep, Unread, set_states, states_of
 from workers.engine.decode.sampler import choose
 from workers.engine.decode.step_graph import StepGraph
 from workers.engine.model.target import Target

@@ -104,15 +104,13 @@ class PrefixCache:
     # --- reading ----------------------------------------------------------------------------------
 
     def match(
-        self, scope: str | None, tokens: TokenArray, *, with_head: bool, cuttable: bool
+        self, scope: str, tokens: TokenArray, *, with_head: bool, cuttable: bool
     ) -> Match | None:
         """Return the longest beginning of `tokens` from which a row can start; None without one.
 
         One token at least remains to be read, since the next token needs its scores.
         `cuttable`: a row of this model can start at any token.
         """
-        if scope is None:
-            return None
         path, found = [], None
         limit = len(tokens) - 1
         for node, common in self._walk(scope, tokens):

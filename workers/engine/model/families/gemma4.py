@@ -57,7 +57,7 @@ def last_layers(language: Any) -> dict[str, int]:
     return {layer.layer_type: number for number, layer in enumerate(own)}
 
 
-FAMILIES = (
-    (("gemma4",), Family(own_pass=_own_pass, score=_score, head=Assistant())),
-    (("gemma4_text",), Family(score=_score, head=Assistant())),
-)
+FAMILIES = {
+    "gemma4": Family(own_pass=_own_pass, score=_score, head=Assistant()),
+    "gemma4_text": Family(score=_score, head=Assistant()),
+}

@@ -24,4 +24,4 @@ def _own_pass(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.arra
     return score(language, hidden)
 
 
-FAMILIES = ((("lfm2",), Family(own_pass=_own_pass)),)
+FAMILIES = {"lfm2": Family(own_pass=_own_pass)}

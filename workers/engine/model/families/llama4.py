@@ -56,4 +56,4 @@ def _attend(attention: Any, inputs: mx.array, mask: mx.array, cache: RowCache) -
     return attention.o_proj(output.transpose(0, 2, 1, 3).reshape(rows, length, -1))
 
 
-FAMILIES = ((("llama4",), Family(own_pass=_own_pass)),)
+FAMILIES = {"llama4": Family(own_pass=_own_pass)}

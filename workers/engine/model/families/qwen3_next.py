@@ -84,5 +84,8 @@ _HEAD = LayerHead(
     },
     norms_less_one=True,
 )
-_FAMILY = Family(own_pass=_own_pass, own_prefill=True, score=score, compiles=True, head=_HEAD)
-FAMILIES = ((("qwen3_next",), _FAMILY),)
+FAMILIES = {
+    "qwen3_next": Family(
+        own_pass=_own_pass, own_prefill=True, score=score, compiles=True, head=_HEAD
+    )
+}
