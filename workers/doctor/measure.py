@@ -4,8 +4,6 @@ Rounds are those of the lane that serves requests. Every measurement has a share
 that does not suffice for is skipped, and the report says so.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Engine: load a model with its lanes, generate answers, report counts, stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -112,7 +110,7 @@ class Engine(ThreadedEngine):
     @classmethod
     def start(
         cls, settings: types.EngineSettings, progress: types.ProgressSink = lambda *_: None
-    ) -> Engine:
+    ) -> "Engine":
         """Load the model on a new thread and serve it; raise `ModelUnusable` if that fails.
 
         Blocks until the weights are in memory and the MTP head has been tested.

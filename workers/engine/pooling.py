@@ -5,8 +5,6 @@ batch with rows that are at least half as long: so little of it is padding, jobs
 small one never waits for the end of a large one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -233,7 +231,7 @@ class PoolingEngine(ThreadedEngine):
     @classmethod
     def start(
         cls, settings: PoolingSettings, progress: types.ProgressSink = lambda *_: None
-    ) -> PoolingEngine:
+    ) -> "PoolingEngine":
         """Load the model on a new thread and serve it; raise `ModelUnusable` if that fails."""
         thread = EngineThread()
 

@@ -1,7 +1,5 @@
 """What a group cannot do, found before it loads hundreds of gigabytes: splits, memory, requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ its client leaves; a seeded request runs alone there and cannot be stopped on al
 it is read to its end. The group dies with any of its ranks, and starts again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -103,7 +101,7 @@ class GroupEngine:
         source: ModelSource,
         loop: asyncio.AbstractEventLoop,
         progress: types.ProgressSink = lambda *_: None,
-    ) -> GroupEngine:
+    ) -> "GroupEngine":
         """Start the ranks, supervised by `loop`, up to their first token; called in a thread.
 
         Raises `ModelUnusable` if the model cannot be split so, or the ranks cannot serve it.

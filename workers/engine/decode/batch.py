@@ -5,8 +5,6 @@ backlog: plain steps and those of prompt lookup then cost what they cost without
 head drafts again after one pass over the backlog.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self

@@ -1,7 +1,5 @@
 """Prefill: read a prompt into new caches, a chunk at a time, with the target and the MTP head."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ and recurrent states are those before it. So a row that turns out to have ended 
 and nothing of it is in any count or cache but one row of a pass that was in vain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx

@@ -9,8 +9,6 @@ accepted tokens while the device already computes the next state.
 States are lists of layers: `(keys, values)` of an attention, the slots of a recurrent layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar, cast

@@ -13,8 +13,6 @@ until the host has read the step before. Attention that no kernel fuses stores
 the scores of a chunk over its whole context: chunks are cut to fit, down to one block.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence

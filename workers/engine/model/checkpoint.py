@@ -1,7 +1,5 @@
 """Loading a checkpoint: target, processor, MTP head, and what its folder says of the model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

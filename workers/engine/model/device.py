@@ -1,7 +1,5 @@
 """The device that MLX computes on: its number types, its memory, and what MLX may keep of that."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -5,8 +5,6 @@ kind, or an assistant: a small model of its own (Gemma 4). Some layers are store
 what they share with the model, which are not loaded.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ self-test decides (`self_test.py`). The worker names such a head at its start, a
 if its owner names it with `--mtp`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

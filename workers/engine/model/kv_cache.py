@@ -15,8 +15,6 @@ Both are duck-typed to what mlx-vlm's models read (`offset`, `_idx`, `make_mask`
 the batch row by row. `tests/model/test_mlx_vlm_contract.py` tests that contract.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Self, TypeAlias
 

@@ -11,8 +11,6 @@ The modules are mlx-vlm's, duck-typed here; `tests/model/test_mtp_heads.py` comp
 NumPy.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

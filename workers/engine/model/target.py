@@ -4,8 +4,6 @@ What a family does otherwise than most is in its record (`families`), duck-typed
 `tests/model/test_mlx_vlm_contract.py` fails when mlx-vlm's models change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

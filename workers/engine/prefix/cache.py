@@ -11,8 +11,6 @@ Each isolation scope has a tree of its own. The key of a system prompt is the ga
 and decides nothing: tokens are compared.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

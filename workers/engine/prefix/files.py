@@ -14,8 +14,6 @@ A file also names the keys of its prompts, so that a worker reports them after a
 hints, so nothing authenticates them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hmac

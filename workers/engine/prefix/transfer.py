@@ -7,8 +7,6 @@ prompt, and have the arrays of the worker's own model. A digest of these arrays,
 of the preprocessing of pictures names the model. Pure: no clock is read, and no socket.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass

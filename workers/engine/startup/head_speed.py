@@ -8,8 +8,6 @@ Both change few drafts, and no answer: the self-test of the head comes after it,
 fails it gets its own weights and the whole vocabulary back.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -18,8 +18,6 @@ value of that call; its passes stay uncompiled, and the host describes them anew
 have the same.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 

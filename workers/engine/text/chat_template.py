@@ -7,8 +7,6 @@ rendered, and its parts are tokenized apart: the model reads the same characters
 token.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

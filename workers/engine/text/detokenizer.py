@@ -1,7 +1,5 @@
 """Incremental detokenizer: whole characters only, and nothing of a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"

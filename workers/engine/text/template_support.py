@@ -7,8 +7,6 @@ call. Others leave words out without an error. `find_limits` renders probes in w
 stand, in order, and so fills one table per template.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace

@@ -7,8 +7,6 @@ Control tokens are left out of an answer, except those that mark tool calls for 
 (Mistral's `[TOOL_CALLS]`): the parser of tool calls needs them in the text.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from array import array

@@ -7,8 +7,6 @@ row of the table while its text arrives. mlx-vlm knows many families by their te
 that only its own parser can read is a row that names the parser.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

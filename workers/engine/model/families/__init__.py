@@ -3,8 +3,6 @@
 A module has the record of a family, or of several that differ in little.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from workers.engine.model.families import gemma4, lfm2, llama4, mrope, nextn, qwen3_next

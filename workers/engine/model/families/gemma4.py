@@ -7,8 +7,6 @@ layer of its kind that has. Duck-typed to mlx-vlm's Gemma 4; `tests/model/test_a
 compares both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

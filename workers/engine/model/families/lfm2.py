@@ -5,8 +5,6 @@ them and keeps no history, so that no rejected draft could be rolled back, but i
 layer has read. Duck-typed to mlx-vlm's LFM2; `tests/model/test_families.py` compares with mlx-lm's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

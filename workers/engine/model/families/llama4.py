@@ -6,8 +6,6 @@ without rotary positions by the length of the context). This one takes both from
 Duck-typed to mlx-vlm's Llama 4; `tests/model/test_windows.py` compares both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The attention of Qwen3-VL's mixtures cuts a mask to the length of one row, by th
 The positions of Qwen3.5 are explicit, and mlx-vlm's own drafter reads its hidden states.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from workers.engine.model.families.family import Family

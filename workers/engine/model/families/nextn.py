@@ -1,7 +1,5 @@
 """DeepSeek V3 and GLM 4: an MTP head is one more of their layers, stored behind the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from workers.engine.model.families.family import Family, score

@@ -8,8 +8,6 @@ mlx-vlm adds it to the mean. Duck-typed to mlx-vlm's Qwen3-Next; `tests/model/te
 compares with mlx-lm's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
