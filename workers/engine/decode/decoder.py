@@ -1,7 +1,7 @@
 """Decode the rows of an engine in batches, one step at a time: draft, verify, accept, append.
 
 Drafts come from the MTP head, from prompt lookup (`prompt_lookup.py`), and from a grammar that
-forces the next tokens; `draft_length.py` decides for each row and step, and `acceptance.py` which
+forces the next tokens; `draft_length.py` decides for each row and step, and `step_graph.py` which
 of them an answer takes.
 
 Rows of all lanes share batches, since a step costs little more for more rows. But rows of the head,

@@ -1,7 +1,5 @@
 """Prefill: read a prompt into new caches, a chunk at a time, with the target and the MTP head."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +61,7 @@ class Prefill:
 
     @property
     def next_tokens(self) -> int:
-        """Return how many tokens the next chunk may have: it ends at a boundary."""
+        """Return how many tokens the next chunk may have: it ends where the cache stores it."""
         end = self.boundaries[0] if self.boundaries else len(self.read_indices)
         return min(end, len(self.read_indices)) - self.read_count
 
@@ -222,9 +220,7 @@ def forward_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
     """
     row, head_error = prefill.row, None
     begin = prefill.read_count
-    end = min(begin + chunk_tokens, len(prefill.read_indices))
-    if prefill.boundaries:
-        end = min(end, prefill.boundaries[0])  # the cache stores the state right there
+    end = begin + min(chunk_tokens, prefill.next_tokens)
     embedding = prefill.prompt_embedding if begin < len(row.prompt.tokens) else None
     if embedding is not None:
         # The family's extras apply to the whole prompt and cannot be split.
