@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from gateway import errors
 from gateway.protocols.base import renamed
@@ -13,6 +13,7 @@ from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.protocols.sealing import Sealer
 from gateway.types import Inspected, Json
 from paceline.request.fields import FieldError
+from paceline.request.keys import check_keys
 from paceline.request.profile import Endpoint
 from paceline.request.wires import CHAT_FIELDS
 
@@ -25,9 +26,9 @@ _IN_LIST = re.compile(
 class Chat:
     """A request for `/v1/chat/completions`."""
 
-    names: ClassVar[Mapping[str, str]] = {}
-    """The field of the wire behind each field of the chat that it has under another name."""
     body: Json
+    names: Mapping[str, str]
+    """The field of the wire behind each field of the chat that it has under another name."""
     places: Sequence[Sequence[str]] = ()
     """Of each message, the place in the client's request, then those of its parts."""
     tool_places: Sequence[str] = ()
@@ -83,6 +84,20 @@ def with_own(chat: Json, own: Mapping[str, Any], own_names: Mapping[str, str]) -
         if chat.setdefault(name, value) != value:
             problem = f"'{name}' and '{own_name(name, own_names)}' contradict each other."
             raise FieldError(name, problem)
+
+
+def form_of(form: Any, place: str, **defaults: Any) -> Json:
+    """Return the `response_format` of a chat for a form that has its schema beside its type."""
+    check_keys(place, form)
+    if not isinstance(form, Mapping):
+        return {} if form is None else {"response_format": form}
+    given = {name: value for name, value in form.items() if value is not None}
+    if given == {"type": "text"}:
+        return {}
+    if given.get("type") == "json_schema":
+        del given["type"]
+        given = {"type": "json_schema", "json_schema": defaults | given}
+    return {"response_format": given}
 
 
 class TranslatingFormat(WireFormat):

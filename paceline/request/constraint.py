@@ -32,7 +32,6 @@ class ConstraintKind(StrEnum):
 
 
 _VLLM_KINDS = frozenset(ConstraintKind) - {ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS}
-_KINDS = frozenset(kind.value for kind in _VLLM_KINDS)
 _MAX_CALLS = 16
 TOOL_GRAMMARS = "tool_grammars"
 """Field of a chat: the grammars of texts that functions take, by the functions' names."""
@@ -127,9 +126,8 @@ def check_tool_grammars(body: Mapping[str, Any]) -> None:
             raise FieldError(param, f"'{param}' must be a function that takes one string alone.")
         fields = grammar if isinstance(grammar, Mapping) else {}
         if fields.keys() != {"syntax", "definition"} or fields["syntax"] not in _SYNTAXES:
-            raise FieldError(
-                f"{param}.syntax", f"'{param}' must have a 'syntax' of {_SYNTAXES}, a 'definition'."
-            )
+            param += ".syntax"
+            raise FieldError(param, f"'{param}' must be one of {_SYNTAXES}, with a 'definition'.")
         definition = fields["definition"]
         if not isinstance(definition, str) or not 0 < len(definition) <= _MAX_CHARS:
             raise FieldError(
@@ -174,7 +172,8 @@ def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
     kinds = ("text", "json_object", "json_schema")
     kind = chosen.get("type") if isinstance(chosen, Mapping) else None
     if kind not in kinds:
-        raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
+        place = "response_format.type"
+        raise FieldError(place, f"'{place}' must be one of {kinds}.")
     check_keys("CHAT response_format", chosen)
     inner, schema = chosen.get("json_schema"), chosen.get("schema")
     of_type = {"json_schema": kind == "json_schema" and schema is None, "schema": kind != "text"}
@@ -210,7 +209,7 @@ def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:
             continue
         if name == "json_object" and value is True:
             yield Constraint(ConstraintKind.JSON, {"type": "object"}, param)
-        elif name in _KINDS:
+        elif name in _VLLM_KINDS:
             yield _constraint(ConstraintKind(name), value, param)
         else:
             raise FieldError(param, f"'{param}' is not supported.")

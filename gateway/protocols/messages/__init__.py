@@ -77,7 +77,7 @@ class MessagesFormat(TranslatingFormat):
 
     def __init__(self, sealer: Sealer) -> None:
         super().__init__(sealer)
-        self._chat = MessagesChat({})
+        self._chat = MessagesChat({}, {})
 
     def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
         if body.get("thread") is not None:

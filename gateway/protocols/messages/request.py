@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat, same_fields, with_own
+from gateway.protocols.translation import Chat, form_of, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.content import CONTINUES, marks_of
 from paceline.request.fields import FieldError, Fields
 from paceline.request.keys import Inside, check_keys
-from paceline.request.profile import REASONING_EFFORTS
 from paceline.request.wires import Wire, read_ignored
 
 # Claude Code writes a digest of each request there, so that no two prompts would begin alike.
@@ -50,7 +49,6 @@ _BETWEEN_TEXTS = "\n\n"
 class MessagesChat(Chat):
     """A request for a message as a chat."""
 
-    names: ClassVar[Mapping[str, str]] = _CHAT_NAMES
     applied_edits: Sequence[Json] | None = None
     """What `context_management` cleared; None if the request has no such field."""
     breakpoint_in: str = ""
@@ -79,10 +77,6 @@ def to_chat(
     `is_ours` tells whether a signature marks reasoning of this gateway's models.
     """
     ignored = read_ignored(body, Wire.MESSAGES)
-    if body.get("mcp_servers"):
-        raise _wrong("mcp_servers", "This gateway calls no MCP servers.")
-    if body.get("compaction") is not None:
-        raise _wrong("compaction", "This gateway compacts no conversations.")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", "A non-empty list is required.")
@@ -117,6 +111,7 @@ def to_chat(
     tools, tool_places, left_out = _tools_of(body, history)
     return MessagesChat(
         chat | tools,
+        _CHAT_NAMES,
         [places for _, places in placed],
         tool_places,
         left_out,
@@ -417,13 +412,11 @@ def _reasoning_of(body: Mapping[str, Any], inside: Inside) -> Json:
     check_keys("MESSAGES output_config", output, inside)
     check_keys("MESSAGES thinking", thinking, inside)
     effort = output.get("effort")
-    if effort is not None and effort not in REASONING_EFFORTS:
-        raise _wrong("output_config.effort", f"It must be one of {REASONING_EFFORTS}.")
     default = body.get(_EFFORT) or "high"
     hidden: Json = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
     match thinking.get("type"):
         case None:
-            return {_EFFORT: effort} if effort else {}
+            return {} if effort is None else {_EFFORT: effort}
         case "disabled":
             return {_EFFORT: "none"}
         case "adaptive":
@@ -436,13 +429,4 @@ def _reasoning_of(body: Mapping[str, Any], inside: Inside) -> Json:
 
 def _form_of(body: Mapping[str, Any]) -> Json:
     form = Fields(body).object("output_config").get("format") or body.get("output_format")
-    if form is None:
-        return {}
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if kind not in ("json_schema", "json_object"):
-        raise _wrong("output_config.format", "Its type must be json_schema or json_object.")
-    check_keys("MESSAGES output_config.format", form)
-    if kind == "json_object" and form.get("schema") is None:
-        return {"response_format": {"type": kind}}
-    schema = {"name": "answer", "strict": True, "schema": form.get("schema")}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return form_of(form, "MESSAGES output_config.format", name="answer", strict=True)

@@ -90,10 +90,8 @@ def _usage_of(answer: Mapping[str, Any], breakpoint_in: str) -> Json:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-    details = object_in(object_in(answer, "usage"), "completion_tokens_details")
-    reasoning = details.get("reasoning_tokens")
-    if isinstance(reasoning, int) and 0 < reasoning <= usage.completion_tokens:
-        counts["output_tokens_details"] = {"thinking_tokens": reasoning}
+    if usage.reasoning_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
     return counts
 
 

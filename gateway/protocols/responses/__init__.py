@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, encode_event, object_in, object_schema
+from gateway.protocols.base import choice_of, encode_event, encode_events, object_in, object_schema
 from gateway.protocols.documents import pdfs_in
 from gateway.protocols.openai import InspectionContext
 from gateway.protocols.responses.request import (
@@ -111,10 +111,6 @@ class ResponsesFormat(TranslatingFormat):
         """Return the encoder of a stream; a comment has the late headers."""
         return self.builder
 
-    def begin_events(self) -> bytes:
-        """Return the first events of a response that waits in the background."""
-        return b"".join(map(encode_event, self.builder.begin(queued=True)))
-
     def final_event(self) -> bytes:
         """Return the last event of a complete stream, and its end."""
         return encode_event(self.builder.final()) + DONE
@@ -129,7 +125,7 @@ class ResponsesFormat(TranslatingFormat):
 
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last events of a stream that an error ends."""
-        return b"".join((*map(encode_event, self.builder.fail(self.named(error))), DONE))
+        return encode_events(self.builder.fail(self.named(error))) + DONE
 
     @property
     def builder(self) -> ResponseBuilder:

@@ -13,12 +13,13 @@ from gateway.protocols.base import (
     StreamEncoder,
     arguments_in,
     choice_of,
-    encode_event,
+    encode_events,
     object_in,
     objects_in,
     text_in,
 )
 from gateway.protocols.event_stream import read_usage
+from gateway.protocols.responses.items import ITEMS
 from gateway.protocols.responses.request import UNNAMED, ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
 from gateway.types import Json
@@ -94,7 +95,7 @@ class ResponseBuilder(StreamEncoder):
         if self._request.background:
             return comment
         events: Iterable[Event] = [self._whole("in_progress")] if self.begun else self.begin()
-        return comment + b"".join(map(encode_event, events))
+        return comment + encode_events(events)
 
     def read(self, frame: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Event]:
         """Take a chunk of a chat, and what it adds to the message."""
@@ -119,13 +120,13 @@ class ResponseBuilder(StreamEncoder):
         """Return the events of one chunk."""
         for one in self.read(frame, object_in(choice_of(frame), "delta")):
             self._unsent.append(one)  # a malformed rest leaves them to `fail`
-        encoded = b"".join(map(encode_event, self._unsent))
+        encoded = encode_events(self._unsent)
         self._unsent.clear()
         return encoded
 
     def done(self) -> bytes:
         """Return the events that end the items of a response."""
-        return b"".join(map(encode_event, self.close()))
+        return encode_events(self.close())
 
     def close(self) -> Iterator[Event]:
         """End the items, and set the last status; `final` is the event that tells it."""
@@ -220,9 +221,10 @@ class ResponseBuilder(StreamEncoder):
 
     def _begin_item(self, kind: str, **fields: Any) -> Iterator[Event]:
         index, row = len(self._items), self._row(kind)
+        kind = "message" if kind == _REFUSAL else kind
         item = {
-            "id": f"{row.prefix}_{self._stem}{index:04x}",
-            "type": "message" if kind == _REFUSAL else kind,
+            "id": f"{ITEMS[kind][0]}_{self._stem}{index:04x}",
+            "type": kind,
             **fields,
             **row.initial,
         }
@@ -247,8 +249,6 @@ class ResponseBuilder(StreamEncoder):
 class _ItemKind(NamedTuple):
     """How the items of one type come."""
 
-    prefix: str
-    """How their ids begin."""
     field: str
     """The field of the item that gets its text."""
     initial: Json
@@ -285,34 +285,21 @@ def _search_arguments(text: str) -> Any:
 _BEGUN = {"status": "in_progress"}
 _SPOKEN = {**_BEGUN, "role": "assistant", "content": []}
 _SUMMARY, _REFUSAL = "summary", "refusal"
+_THOUGHT = {**_BEGUN, _SUMMARY: []}
 _ITEMS: Mapping[str, _ItemKind] = {
-    "message": _ItemKind("msg", "content", _SPOKEN, texts="output_text", part="output_text"),
-    _REFUSAL: _ItemKind("msg", "content", _SPOKEN, texts=_REFUSAL, part=_REFUSAL, key=_REFUSAL),
-    "reasoning": _ItemKind(
-        "rs", "content", {**_BEGUN, "summary": []}, texts="reasoning_text", part="reasoning_text"
-    ),
-    _SUMMARY: _ItemKind(
-        "rs",
-        _SUMMARY,
-        {**_BEGUN, _SUMMARY: []},
-        texts="reasoning_summary_text",
-        part="summary_text",
-    ),
+    "message": _ItemKind("content", _SPOKEN, texts="output_text", part="output_text"),
+    _REFUSAL: _ItemKind("content", _SPOKEN, texts=_REFUSAL, part=_REFUSAL, key=_REFUSAL),
+    "reasoning": _ItemKind("content", _THOUGHT, texts="reasoning_text", part="reasoning_text"),
+    _SUMMARY: _ItemKind(_SUMMARY, _THOUGHT, texts="reasoning_summary_text", part="summary_text"),
     "function_call": _ItemKind(
-        "fc",
-        "arguments",
-        {**_BEGUN, "arguments": ""},
-        texts="function_call_arguments",
+        "arguments", {**_BEGUN, "arguments": ""}, texts="function_call_arguments"
     ),
     # The text of a custom tool is known once the arguments around it are whole.
     "custom_tool_call": _ItemKind(
-        "ctc", "input", {"input": ""}, texts="custom_tool_call_input", read=custom_input
+        "input", {"input": ""}, texts="custom_tool_call_input", read=custom_input
     ),
     "tool_search_call": _ItemKind(
-        "tsc",
-        "arguments",
-        {**_BEGUN, "execution": "client", "arguments": {}},
-        read=_search_arguments,
+        "arguments", {**_BEGUN, "execution": "client", "arguments": {}}, read=_search_arguments
     ),
 }
 """By their types; reasoning comes as its summary if the request asks for one, and a refusal as a
@@ -454,20 +441,15 @@ def _usage_of(frame: Mapping[str, Any]) -> Json | None:
     usage = read_usage(frame)
     if usage is None:
         return None
-    prompt, completion = usage.prompt_tokens, usage.completion_tokens
-    made = object_in(object_in(frame, "usage"), "completion_tokens_details")
-    reasoning = made.get("reasoning_tokens")
     return {
-        "input_tokens": prompt,
+        "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
             "cache_write_tokens": usage.written_tokens,
         },
-        "output_tokens": completion,
-        "output_tokens_details": {
-            "reasoning_tokens": min(reasoning, completion) if type(reasoning) is int else 0
-        },
-        "total_tokens": prompt + completion,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 

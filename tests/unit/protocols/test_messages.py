@@ -364,8 +364,6 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"tools": [WEB_SEARCH, LOOK], "tool_choice": SEARCH}, "tool_choice.name"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
-        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"n": 2}, "n"),
     ],
