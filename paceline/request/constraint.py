@@ -40,6 +40,7 @@ _OPTIONS: Mapping[str, tuple[bool, ...]] = {
     "disable_fallback": (False, True),  # there is one backend
     "disable_any_whitespace": (False, True),  # JSON has no free white space
     "disable_additional_properties": (False,),
+    "json_object": (False,),
 }
 """The options of vLLM's `structured_outputs`, with the values that change no answer."""
 
@@ -199,13 +200,9 @@ def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:
         name = f"guided_{kind}"
         if body.get(name) is not None:
             yield _constraint(kind, body[name], name)
-    outputs = Fields(body).object("structured_outputs")
-    given = {name: value for name, value in outputs.items() if value is not None}
-    if given.get("json_object") is False:
-        del given["json_object"]
-    for name, value in given.items():
+    for name, value in Fields(body).object("structured_outputs").items():
         param = f"structured_outputs.{name[:100]}"
-        if isinstance(value, bool) and value in _OPTIONS.get(name, ()):
+        if value is None or (isinstance(value, bool) and value in _OPTIONS.get(name, ())):
             continue
         if name == "json_object" and value is True:
             yield Constraint(ConstraintKind.JSON, {"type": "object"}, param)

@@ -17,7 +17,7 @@ from paceline.request.constraint import (
     check_tool_grammars,
     read_constraint,
 )
-from paceline.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
+from paceline.request.content import PROMPTS_LIMIT, TOOL_NAME, are_tokens, read_content
 from paceline.request.fields import FieldError, Fields, read_cache_salt
 from paceline.request.json_pieces import json_bytes
 from paceline.request.keys import Inside, check_keys
@@ -253,13 +253,9 @@ def _read_continuation(fields: Fields, body: Mapping[str, Any], mark: str) -> bo
 def _read_stop_tokens(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    tokens = value if isinstance(value, list) else [None]
-    if len(tokens) > 128 or not all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= Fields.LARGEST
-        for token in tokens
-    ):
+    if not are_tokens(value) or len(value) > 128:
         raise FieldError("stop_token_ids", "'stop_token_ids' must be a list of at most 128 tokens.")
-    return tuple(tokens)
+    return tuple(value)
 
 
 def _read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:

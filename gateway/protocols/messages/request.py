@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.protocols.base import call_of
@@ -49,8 +49,8 @@ _BETWEEN_TEXTS = "\n\n"
 class MessagesChat(Chat):
     """A request for a message as a chat."""
 
-    applied_edits: Sequence[Json] | None = None
-    """What `context_management` cleared; None if the request has no such field."""
+    edits: Json = field(default_factory=dict)
+    """What `context_management` cleared, as the response lists it, if the request has the field."""
     breakpoint_in: str = ""
     """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
@@ -82,9 +82,10 @@ def to_chat(
         raise _wrong("messages", "A non-empty list is required.")
     if len(messages) > ITEMS_LIMIT:
         raise _wrong("messages", f"At most {ITEMS_LIMIT} messages are allowed.")
-    applied = None
+    edits: Json = {}
     if body.get(CONTEXT_MANAGEMENT) is not None:
         messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
+        edits = {CONTEXT_MANAGEMENT: {"applied_edits": applied}}
     chat = same_fields(body)
     same = frozenset((*chat, TOOL_GRAMMARS))
     history = _History(messages, is_ours, reading)
@@ -98,6 +99,7 @@ def to_chat(
     history.inside.echoed = False
     chat["messages"] = [message for message, _ in placed]
     own: Json = {}
+    continued = {"continue_final_message": placed[-1][1][0]} if placed else {}
     if placed and placed[-1][0]["role"] == "assistant":
         last, (at, *_) = placed[-1]
         if "tool_calls" in last and not marks_of(last):
@@ -111,15 +113,14 @@ def to_chat(
     tools, tool_places, left_out = _tools_of(body, history)
     return MessagesChat(
         chat | tools,
-        _CHAT_NAMES,
+        _CHAT_NAMES | continued,
         [places for _, places in placed],
         tool_places,
         left_out,
         tuple(history.replaced),
         same,
         (*ignored, *history.inside),
-        {"continue_final_message": placed[-1][1][0]} if placed else {},
-        applied_edits=applied,
+        edits=edits,
         breakpoint_in=_breakpoint_in(body),
     )
 

@@ -198,20 +198,18 @@ def to_chat(
     with_own(chat, own, _CHAT_NAMES)
     chat |= _tools_of(request)
     tools = request.tools
+    grammars = {
+        f"{TOOL_GRAMMARS}.{name}": f"{tool.place}.format" for name, tool in tools.by_name.items()
+    }
     return Chat(
         chat,
-        _CHAT_NAMES,
+        grammars | _CHAT_NAMES,
         messages.places,
         [tool.place for tool in tools.by_name.values()],
         tools.left_out,
         tuple(messages.replaced),
         same,
         (*request.ignored, *messages.inside),
-        {
-            f"{TOOL_GRAMMARS}.{name}": f"{tool.place}.format"
-            for name, tool in tools.by_name.items()
-            if tool.grammar
-        },
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -22,8 +23,7 @@ from gateway.protocols.event_stream import read_usage
 from gateway.protocols.responses.items import ITEMS
 from gateway.protocols.responses.request import UNNAMED, ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
-from gateway.types import Json
-from paceline.request.profile import Sampling
+from gateway.types import Inspected, Json
 
 Event = Json
 
@@ -45,19 +45,17 @@ class ResponseBuilder(StreamEncoder):
         self,
         request: ResponsesRequest,
         response_id: str,
-        model: str,
-        sampling: Sampling,
+        inspected: Inspected,
         *,
         seal: Callable[[str], str],
         now_s: Callable[[], float],
-        metrics: bool = False,
     ) -> None:
         self._request = request
-        self._metrics = metrics
+        self._metrics = inspected.profile.metrics
         self._seal = seal
         self._now_s = now_s
         self._stem = response_id.removeprefix("resp_")
-        self.response = _response_of(request, response_id, model, sampling, int(now_s()))
+        self.response = _response_of(request, response_id, inspected, int(now_s()))
         self._numbers = count()
         self.begun = False
         self._unsent: list[Event] = []
@@ -306,18 +304,16 @@ _ITEMS: Mapping[str, _ItemKind] = {
 message of its own."""
 
 
+@dataclass(slots=True)
 class _OpenItem:
     """An item to which more may come."""
 
-    def __init__(
-        self, kind: _ItemKind, item: Json, index: int, event: Callable[..., Event]
-    ) -> None:
-        self.kind = kind
-        self.item = item
-        self._index = index
-        self._event = event
-        self._pieces: list[str] = []
-        self._logprobs: list[Json] = []
+    kind: _ItemKind
+    item: Json
+    _index: int
+    _event: Callable[..., Event]
+    _pieces: list[str] = field(default_factory=list)
+    _logprobs: list[Json] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -384,10 +380,10 @@ class _OpenItem:
 
 
 def _response_of(
-    request: ResponsesRequest, response_id: str, model: str, sampling: Sampling, now_s: int
+    request: ResponsesRequest, response_id: str, inspected: Inspected, now_s: int
 ) -> Json:
     """Return a response without output, which repeats its request as OpenAI does."""
-    body = request.body
+    body, sampling = request.body, inspected.profile.sampling
     reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
     conversation = {"id": request.conversation_id} if request.conversation_id else None
     formatted = {"format": _whole(text.get("format") or {"type": "text"}, "json_schema")}
@@ -403,7 +399,7 @@ def _response_of(
         "incomplete_details": None,
         **{name: body.get(name) for name in _REPEATED},
         "metadata": body.get("metadata") or {},
-        "model": model,
+        "model": inspected.asked_model,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": request.previous_id or None,
