@@ -52,9 +52,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_first_key_needs_a_confirmation_on_a_terminal(
-    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_key_needs_a_confirmation_on_a_terminal(gateway, capsys, monkeypatch) -> None:
     create = ["keys", "create", "Ann", "--url", gateway.url]
     warning = "All clients need a key from now on; this cannot be undone."
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
@@ -72,9 +70,7 @@ def test_the_first_key_needs_a_confirmation_on_a_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_without_a_terminal_the_first_key_is_created_at_once(
-    gateway: RunningGateway, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_the_first_key_is_created_at_once(gateway, capsys) -> None:
     assert main(["keys", "create", "Ann", "--url", gateway.url]) == 0
     warning = "This is the first key. All clients need a key from now on; this cannot be undone.\n"
     assert capsys.readouterr().err == warning

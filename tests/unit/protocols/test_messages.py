@@ -20,6 +20,7 @@ from gateway.protocols.messages.response import MessageEncoder, message_of
 from gateway.protocols.sealing import Sealer
 from gateway.strict_json import encode_json
 from paceline.request.fields import FieldError
+from tests.support.chat_bodies import user
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
@@ -82,10 +83,6 @@ def result(content: Any, index: int = 1) -> dict[str, Any]:
 
 def image(picture: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": picture}}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
