@@ -22,6 +22,7 @@ from gateway.api import (
     models,
     openapi,
     pages,
+    pairing,
     policy,
     recent_errors,
     responses,
@@ -88,11 +89,11 @@ class GatewayApp(PortApp):
         self._status = status.StatusService(gateway, self.proxy)
         routers = [
             *(status.probes, status.router, models.router, recent_errors.own, usage.own),
-            workers.heartbeats,
+            *(workers.heartbeats, pairing.exchanges),
             *(explain.router, messages.router, responses.router, responses.conversations),
         ]
         # Workers join on the main port.
-        admin_routers = [workers.router, engines.router, policy.router]
+        admin_routers = [workers.router, pairing.router, engines.router, policy.router]
         admin_routers += [keys.router, usage.router, recent_errors.router]
         main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
         self._origins = gateway.settings.allowed_origins

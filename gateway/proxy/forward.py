@@ -169,7 +169,7 @@ class Forwarder:
             async with self._check_slots:
                 if self._scheduler.queue_place(request) is None:
                     return
-                headers = worker.backend.headers(Told(candidate.lane))
+                headers = worker.backend.headers(Told(candidate.worker_id, candidate.lane))
                 path = WIRE_OF[context.profile.endpoint]
                 checked = await self._control.check(worker.report, path, context.encoded, headers)
             if checked is not None and checked[0] in CHECK_REFUSALS:
@@ -430,7 +430,14 @@ class Forwarder:
         if backend.sends_reports and asked_model != profile.model:
             headers[MODEL_HEADER] = quote(asked_model)
         scope, limit = self._scope_of(context) or "all", context.token_limit
-        told = Told(candidate.lane, context.prefix_keys, scope, limit, context.prefix_sources)
+        told = Told(
+            candidate.worker_id,
+            candidate.lane,
+            context.prefix_keys,
+            scope,
+            limit,
+            context.prefix_sources,
+        )
         headers |= backend.headers(told)
         url = lease.state.report.url + WIRE_OF[profile.endpoint]
         send = self.connections.send
