@@ -139,17 +139,6 @@ def test_drain_returns_once_no_request_is_running_and_the_stream_completes(
     assert (last["drained"], last["in_flight"]) == (True, 0)
 
 
-def test_an_uncordon_ends_a_waiting_drain(gateway_with_worker, worker) -> None:
-    worker.script = Script(hang_after=1)
-    with begun(gateway_with_worker.stream()) as read, ThreadPoolExecutor(1) as executor:
-        drained = executor.submit(drain, gateway_with_worker, timeout_s=600)
-        wait_until(lambda: workers(gateway_with_worker)["fake-a"]["state"] == "cordoned")
-        assert uncordon(gateway_with_worker).status_code == 204
-        assert not drained.result(30).json()["drained"]
-        worker.resume.set()
-        assert read().endswith(DONE)
-
-
 def test_an_unknown_worker_returns_404_and_an_invalid_drain_timeout_400(module_gateway) -> None:
     for method, action in (("PUT", "cordon"), ("DELETE", "cordon"), ("POST", "drain")):
         response = module_gateway.admin.request(method, f"{PATH}/unknown/{action}")

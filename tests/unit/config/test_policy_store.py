@@ -36,10 +36,8 @@ from tests.support.policies import (
     single_pool_policy,
     to_yaml,
 )
-from tests.support.static_workers import static_worker
 
 BY_FILE = AUTHOR_ANN._replace(reason=Reason.FILE)
-SHIPPED = AUTHOR_ANN._replace(reason=Reason.START)
 EXAMPLES = Path(__file__).parents[3] / "policies" / "examples"
 
 
@@ -152,17 +150,6 @@ async def test_an_edit_of_a_version_from_another_gateway_succeeds() -> None:
         await second_store.apply(proposal("d"), AUTHOR_BOB, onto=outdated)
     with pytest.raises(VersionConflict):
         await second_store.require_version({newer.etag, "another"})
-
-
-async def test_a_policy_without_the_pools_of_static_workers_is_never_active() -> None:
-    workers = (static_worker(pools=["a"]),)
-    store = PolicyStore(MemoryRecords(), workers, (proposal("a"), SHIPPED), lambda: 0.0)
-    await store.open()
-    with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
-        await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
-    assert active(store) == (1, "a")
-    with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
-        await PolicyStore(MemoryRecords(), workers, (proposal("b"), SHIPPED), lambda: 0.0).open()
 
 
 async def test_c15_a_start_skips_a_version_with_an_unknown_field() -> None:
