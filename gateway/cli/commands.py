@@ -350,6 +350,7 @@ _add(
     "Create a key; its secret is shown only once.",
     _argument("name", "Its owner."),
     *_TERMS,
+    _option("--yes", "Create the first key without a question.", is_flag=True),
     _URL,
     _AS_JSON,
 )
