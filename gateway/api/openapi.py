@@ -71,7 +71,7 @@ _TAGS = {
     DATA_KEY: ("For clients", "With an API key, once there is one."),
     _NO_KEY: ("For everyone", "Without a key."),
     ADMIN_KEY: ("For admins", "With the admin key."),
-    JOIN_TOKEN: ("For workers", "With the join token."),
+    JOIN_TOKEN: ("For workers", "With the join token, or the token of a paired worker."),
 }
 """Groups of routes and their descriptions, by the kind of key."""
 

@@ -22,11 +22,7 @@ from tests.support.chat_bodies import (
 from tests.support.images import data_url, png_header
 
 LARK: dict[str, Any] = {"syntax": "lark", "definition": 'start: "a"'}
-
-
 FORM = {"type": "json_schema"}
-
-
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 WRITE = {"type": "function", "function": {"name": "write", "parameters": TEXT}}
 

@@ -20,6 +20,7 @@ from gateway.protocols.messages.response import MessageEncoder, message_of
 from gateway.protocols.sealing import Sealer
 from gateway.strict_json import encode_json
 from paceline.request.fields import FieldError
+from tests.support.chat_bodies import user
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
@@ -45,11 +46,7 @@ LOOK = {"name": "look", "input_schema": {"type": "object"}}
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 SINGLE = {"type": "auto", "disable_parallel_tool_use": "no"}
 SEARCH = {"type": "tool", "name": "web_search"}
-
-
 LINE = "x-anthropic-billing-header: cch=1a2b"
-
-
 USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
@@ -86,10 +83,6 @@ def result(content: Any, index: int = 1) -> dict[str, Any]:
 
 def image(picture: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": picture}}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
