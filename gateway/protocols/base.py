@@ -1,7 +1,5 @@
 """What wire formats share: reading an engine's answer, naming fields, encoding a stream."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Something else reads the PDFs, before a body is translated: a pure function waits for nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

@@ -4,8 +4,6 @@ A scanner splits the stream into events and parses those that may carry such fac
 `StreamEncoder` encodes them for the client. Text events pass unparsed if the encoder allows it.
 """
 
-from __future__ import annotations
-
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
@@ -22,12 +20,10 @@ from gateway.types import Drafts, Header, Usage
 from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, header_value
 
 EVENT_LIMIT_BYTES = 1024 * 1024
-
 # Two line ends in a row close an event. Atomic, so that one \r\n is never taken for two ends.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _TOLD_EVENT = re.compile(TOKENS_LINE + rb"([^\n]*\n)(data:[^\n]*\n\n)")
-
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
 _CALLS = CALLS.encode()
@@ -91,7 +87,7 @@ class StreamScanner:
         self,
         encoder: StreamEncoder,
         keep_alive: Callable[[bytes], bytes],
-        reader: AnswerReader | None = None,
+        reader: "AnswerReader | None" = None,
         *,
         answer: EngineAnswer | None = None,
         calls: Callable[[], EngineAnswer] | None = None,

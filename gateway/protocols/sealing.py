@@ -1,7 +1,5 @@
 """Seal what clients keep for the gateway: reasoning that only this gateway may read again."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 from hashlib import blake2b

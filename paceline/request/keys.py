@@ -5,8 +5,6 @@ something that changes no answer here, and is listed; or it is an error that nam
 answer of another server any other name is listed too: the history never ends a conversation.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
