@@ -82,7 +82,7 @@ def test_a_joined_engine_outlives_the_gateway(tmp_path: Path) -> None:
 
 
 def test_c15_an_engine_whose_record_is_damaged_is_told_and_joined_again(tmp_path: Path) -> None:
-    damaged = {"engines": {name: {"worker": {}} for name in ("mac", "other")}}
+    damaged: dict[str, Any] = {"engines": {name: {"worker": {}} for name in ("mac", "other")}}
     (tmp_path / "state.json").write_text(json.dumps(damaged))
     with recorded_engine("omlx") as engine, RunningGateway(make_settings(tmp_path)) as gateway:
         assert gateway.status()["store"]["record_problem"].startswith(
