@@ -127,25 +127,20 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> bytes:
         """Scan bytes and return those for the client; none once the stream is broken."""
-        told = together = self.progress is not None
-        if not told and chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
+        alone = self.progress is None and chunk.endswith(b"\n\n") and not self._pending
+        if alone and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         self._kept_alive = False
         data = self._pending + chunk
-        passed = bytearray()
+        passed, together = bytearray(), True
         start, search_from = 0, self._searched
         while end := _event_end(data, search_from):
-            if told:
-                self._read_told(data[start:end], passed)
-            else:
-                self._read(data[start:end], passed)
+            read = self._read if self.progress is None else self._read_told
+            read(data[start:end], passed)
             start = end
             if together and (plain := self._plain_up_to(data, start)):
                 together = self._read_together(data[start:plain], passed)
                 start = plain if together else start
-            elif not told and (plain := self._plain_up_to(data, start)):
-                passed += data[start:plain]
-                start = plain
             search_from = start
         self._pending = data[start:]
         self._searched = max(0, len(self._pending) - 3)
@@ -205,12 +200,14 @@ class StreamScanner:
             self.progress.lines += line
 
     def _read_together(self, events: bytes, passed: bytearray) -> bool:
-        """Read text events with a line each, many in one call; return whether they are such."""
-        if self.progress is None or self._group:
-            return False
+        """Pass text events on, all in one call, if each has a line or none needs it; else not."""
+        if self.progress is None:
+            passed += events
+            return True
         found = _TOLD_EVENT.findall(events)
         lines, texts = b"".join([line for line, _ in found]), b"".join([text for _, text in found])
-        if len(lines) + len(texts) + len(found) * len(TOKENS_LINE) != len(events):
+        size = len(lines) + len(texts) + len(found) * len(TOKENS_LINE)
+        if self._group or size != len(events):
             return False
         self.progress.lines += lines
         passed += texts
