@@ -73,6 +73,12 @@ class Prefill:
         most = min(shared, row.context_tokens - 1)
         return max((end for end in self.boundaries if end <= most), default=0)
 
+    @property
+    def arrays(self) -> list[object]:
+        """Return what a chunk computes."""
+        caches = [cache for cache in (*self.caches, *self.head_caches) if not cache.empty()]
+        return [self.scores, self.last_hidden, *(cache.state for cache in caches)]
+
     def state(self) -> RowState:
         """Return the state after the tokens read so far, for the prefix cache."""
         return state_of(self.caches, self.head_caches, self.last_hidden)
@@ -206,10 +212,11 @@ def _checkpoints(prompt: PreparedPrompt, begin: int) -> list[int]:
     return [*ends, *(at for at in others if all(abs(at - end) >= apart for end in ends))]
 
 
-def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
+def forward_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
     """Read up to `chunk_tokens` more tokens of the prompt, or of a requeued row's answer.
 
-    Returns the error of the head if it failed: the target then goes on without it.
+    The caller evaluates the arrays of the prefill. Returns the error of the head if it failed: the
+    target then goes on without it.
     """
     row, head_error = prefill.row, None
     begin = prefill.read_count
@@ -243,10 +250,6 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
         prefill.last_hidden = output[:, -1:]
     if prefill.complete:
         prefill.scores = target.scores(output, last=1)
-    mx.eval(
-        prefill.last_hidden if prefill.scores is None else (prefill.scores, prefill.last_hidden),
-        [cache.state for cache in (*prefill.caches, *prefill.head_caches) if not cache.empty()],
-    )
     return head_error
 
 
