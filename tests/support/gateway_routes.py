@@ -19,7 +19,12 @@ BOTH_PORTS = DOCS | _readable("/pages/{name:path}", "/favicon.ico") | {OPENAPI_R
 ADMIN_PAGE = _readable("/admin") | (BOTH_PORTS - {OPENAPI_ROUTE})
 PAGE = ADMIN_PAGE | _readable("/", "/dashboard", "/try")
 """Pages for people; they show no data without a key."""
-PUBLIC = PROBES | PAGE | {OPENAPI_ROUTE}
+PAIRING = {
+    ("POST", "/admin/v1/pairing/exchanges"),
+    ("PUT", "/admin/v1/pairing/exchanges/{exchange}"),
+}
+"""For a Mac that has no key yet; it proves that it knows the code of an admin."""
+PUBLIC = PROBES | PAGE | PAIRING | {OPENAPI_ROUTE}
 
 
 def route_paths(app: PortApp) -> set[tuple[str, str]]:
