@@ -429,14 +429,8 @@ class Forwarder:
         if backend.sends_reports and asked_model != profile.model:
             headers[MODEL_HEADER] = quote(asked_model)
         scope, limit = self._scope_of(context) or "all", context.token_limit
-        told = Told(
-            candidate.worker_id,
-            candidate.lane,
-            context.prefix_keys,
-            scope,
-            limit,
-            context.prefix_sources,
-        )
+        prefix, sources = context.prefix_keys, context.prefix_sources
+        told = Told(candidate.worker_id, candidate.lane, prefix, scope, limit, sources)
         headers |= backend.headers(told)
         url = lease.state.report.url + WORKER_PATHS[profile.endpoint]
         send = self.connections.send
