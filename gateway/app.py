@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -52,6 +54,8 @@ from paceline.error_messages import message_of
 from policies.document import PolicyInvalid
 
 _VERSIONS = ("v1", "v2")
+# FastAPI hides it, though not where pydantic completes a schema at its first use.
+warnings.filterwarnings("ignore", "The 'alias' attribute", UnsupportedFieldAttributeWarning)
 _DATA_PATHS = ("/v1/", "/v2/")
 
 

@@ -266,7 +266,7 @@ class EngineUnknown(NotFound, code="engine_not_found"):
 class CacheNotCleared(GatewayError, status=502, code="cache_not_cleared"):
     """A worker has not emptied its prefix cache."""
 
-    message = "The worker has not emptied its prefix cache; try again."
+    message = "The worker has not emptied its prefix cache; try again once it is ready."
 
 
 class VersionUnknown(NotFound, code="version_not_found"):

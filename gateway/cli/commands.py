@@ -343,6 +343,7 @@ _add(
     "Create a key; its secret is shown only once.",
     _argument("name", "Its owner."),
     *_TERMS,
+    _option("--yes", "Create the first key without a question.", is_flag=True),
     _URL,
     _AS_JSON,
 )
@@ -513,8 +514,29 @@ _add(
     _option("--lines", "Default: 100.", "N", type=click.IntRange(1, 1_000_000), default=100),
     _option("--follow", "Go on with each new line.", is_flag=True),
 )
+_add("service stop", "Let running requests end, and stop it until `restart` or the next start.")
 _add("service restart", "Let running requests end, and start it again.")
 _add("service uninstall", "Let running requests end, and remove it; settings and logs are kept.")
+_add(
+    "upgrade",
+    "Install another version in place of this one, once running requests have ended, and restart "
+    "the service.",
+    _argument(
+        "dist",
+        "Folder with its install.sh (default: where this one came from, or Homebrew).",
+        "[DIST]",
+        required=False,
+        type=click.Path(path_type=Path),
+    ),
+)
+_BACKUP = _argument("file", "The backup.", "FILE", type=click.Path(path_type=Path))
+_add("backup", "Write keys, policies, usage and secrets to a new, encrypted file.", _BACKUP)
+_add(
+    "restore",
+    "Put a backup into the state folder of a gateway that does not run.\n\nThe old files are kept.",
+    _BACKUP,
+    run=functools.partial(_run, "backup", "restore"),
+)
 for _name, _module, _help in (
     ("worker", "workers", "Serve a model on this machine."),
     ("doctor", "workers.doctor", "Measure this Mac, and say what to run on it."),

@@ -28,7 +28,7 @@ from gateway.errors import (
 )
 from gateway.fleet.registry import WorkerRegistry
 from gateway.state.counters import MAX_WORKERS
-from gateway.state.records import RecordReader, Records, RecordTable
+from gateway.state.records import RecordReader, Records, RecordTable, as_model
 from paceline.pairing import TOKEN_PREFIX, Pairing
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class PairedWorkers:
         wall: Callable[[], float],
     ) -> None:
         self._table = RecordTable(records, _KIND, self._apply)
-        self._reader = RecordReader(_KIND, lambda _, text: PairedWorker.model_validate_json(text))
-        self._seen_reader = RecordReader(_KIND, lambda _, text: _Seen.model_validate_json(text))
+        self._reader = RecordReader(records, _KIND, as_model(PairedWorker))
+        self._seen_reader = RecordReader(records, _KIND, as_model(_Seen))
         self._secret = secret
         self._fleet = fleet
         self._backend = backend

@@ -26,6 +26,7 @@ EVENT_LIMIT_BYTES = 1024 * 1024
 # Two line ends in a row close an event. Atomic, so that one \r\n is never taken for two ends.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_TOLD_EVENT = re.compile(TOKENS_LINE + rb"([^\n]*\n)(data:[^\n]*\n\n)")
 
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
@@ -129,7 +130,7 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> bytes:
         """Scan bytes and return those for the client; none once the stream is broken."""
-        told = self.progress is not None
+        told = together = self.progress is not None
         if not told and chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         data = self._pending + chunk
@@ -141,7 +142,10 @@ class StreamScanner:
             else:
                 self._read(data[start:end], passed)
             start = end
-            if not told and (plain := self._plain_up_to(data, start)):
+            if together and (plain := self._plain_up_to(data, start)):
+                together = self._read_together(data[start:plain], passed)
+                start = plain if together else start
+            elif not told and (plain := self._plain_up_to(data, start)):
                 passed += data[start:plain]
                 start = plain
             search_from = start
@@ -201,6 +205,18 @@ class StreamScanner:
         line, self._line = self._line, b""
         if self.progress is not None and not self.state.broken:
             self.progress.lines += line
+
+    def _read_together(self, events: bytes, passed: bytearray) -> bool:
+        """Read text events with a line each, many in one call; return whether they are such."""
+        if self.progress is None or self._group:
+            return False
+        found = _TOLD_EVENT.findall(events)
+        lines, texts = b"".join([line for line, _ in found]), b"".join([text for _, text in found])
+        if len(lines) + len(texts) + len(found) * len(TOKENS_LINE) != len(events):
+            return False
+        self.progress.lines += lines
+        passed += texts
+        return True
 
     def _check_told(self) -> None:
         """Record that the worker tells not all tokens, if the event has no line."""
@@ -370,9 +386,9 @@ class AnswerReader:
         usage = answer.get("usage")
         if not isinstance(usage, dict):
             return None
-        details = usage.get("prompt_tokens_details")
-        details = details if isinstance(details, dict) else {}
+        details, made = _details_of(usage, "prompt"), _details_of(usage, "completion")
         cached = details.get("cached_tokens")
+        completion = _count(usage.get("completion_tokens"))
         metrics = answer.get("metrics")
         token_ms = metrics.get("mean_itl_ms") if isinstance(metrics, dict) else None
         token_s = None
@@ -380,11 +396,12 @@ class AnswerReader:
             token_s = token_ms / 1000
         return Usage(
             prompt_tokens=_count(usage.get("prompt_tokens")),
-            completion_tokens=_count(usage.get("completion_tokens")),
+            completion_tokens=completion,
             cached_tokens=_count(cached),
             cached_known=cached is not None,
             written_tokens=_count(details.get("cache_write_tokens")),
             system_tokens=_count(details.get("system_tokens")),
+            reasoning_tokens=min(_count(made.get("reasoning_tokens")), completion),
             token_s=token_s,
         )
 
@@ -405,6 +422,11 @@ class AnswerReader:
 
 
 read_usage = AnswerReader.usage
+
+
+def _details_of(usage: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    details = usage.get(f"{part}_tokens_details")
+    return details if isinstance(details, dict) else {}
 
 
 def _event_end(data: bytes, search_from: int) -> int:
