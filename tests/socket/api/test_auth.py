@@ -58,6 +58,8 @@ ADMIN_PLANE = (
     ("DELETE", f"{WORKER}/cordon", 204),
     ("DELETE", f"{WORKER}/prefix-cache", 502),
     ("POST", f"{WORKER}/drain", 200),
+    ("POST", "/admin/v1/pairing/code", 201),
+    ("DELETE", "/admin/v1/pairing/workers/fake-a", 404),
     ("GET", "/admin/v1/engines", 200),
     ("POST", "/admin/v1/engines", 400),
     ("DELETE", "/admin/v1/engines/fake-a", 404),
@@ -80,6 +82,11 @@ ADMIN_PLANE = (
     ("GET", "/admin/v1/policy/history", 200),
     ("GET", "/admin/v1/policy/history/1", 200),
 )
+PAIRING = {
+    ("POST", "/admin/v1/pairing/exchange"),
+    ("PUT", "/admin/v1/pairing/exchange/{proof}"),
+}
+"""Open routes that take only what a worker with a pairing code sends."""
 JOINING = (
     ("PUT", WORKER, 400),
     ("GET", f"{WORKER}/joined", 200),
@@ -174,6 +181,8 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, a
 def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -> int:
     if (method.replace("HEAD", "GET"), path) in PUBLIC & port_routes:
         return 200
+    if (method, path) in PAIRING & port_routes:
+        return 400
     methods = methods_of(path, port_routes)
     return 401 if method in methods else 405 if methods else 404
 
@@ -210,7 +219,7 @@ def test_the_route_lists_of_this_file_are_complete(tmp_path: Path) -> None:
     }
     listed -= {("GET", "/v1/models/demo"), ("GET", "/admin/v1/policy/history/1")}
     listed |= {("GET", "/v1/models/{name:path}"), ("GET", "/admin/v1/policy/history/{number}")}
-    listed |= PUBLIC
+    listed |= PUBLIC | PAIRING
     listed |= {
         ("PUT", "/admin/v1/workers/{worker_id}"),
         ("DELETE", "/admin/v1/workers/{worker_id}"),
