@@ -440,14 +440,8 @@ class Forwarder:
             headers[MODEL_HEADER] = quote(asked_model)
         scope = self._scope_of(context) or "all"
         limit = None if reservation is None else reservation.token_limit
-        told = Told(
-            candidate.worker_id,
-            candidate.lane,
-            context.routed.prefix,
-            scope,
-            limit,
-            context.prefix_sources,
-        )
+        prefix, sources = context.routed.prefix, context.prefix_sources
+        told = Told(candidate.worker_id, candidate.lane, prefix, scope, limit, sources)
         headers |= backend.headers(told)
         url = lease.state.report.url + WIRE_OF[profile.endpoint]
         send = self.connections.send

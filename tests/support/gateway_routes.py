@@ -20,8 +20,8 @@ ADMIN_PAGE = _readable("/admin") | (BOTH_PORTS - {OPENAPI_ROUTE})
 PAGE = ADMIN_PAGE | _readable("/", "/dashboard", "/try")
 """Pages for people; they show no data without a key."""
 PAIRING = {
-    ("POST", "/admin/v1/pairing/exchanges"),
-    ("PUT", "/admin/v1/pairing/exchanges/{exchange}"),
+    ("POST", "/admin/v1/pairing/exchange"),
+    ("PUT", "/admin/v1/pairing/exchange/{proof}"),
 }
 """For a Mac that has no key yet; it proves that it knows the code of an admin."""
 PUBLIC = PROBES | PAGE | PAIRING | {OPENAPI_ROUTE}

@@ -38,7 +38,7 @@ async def serve(
     listener: socket.socket,
     *,
     token: SecretStr | None,
-    nodes_key: bytes = b"",
+    nodes_key: str = "",
     shutdown: Shutdown,
     on_ready: Callable[[], None],
 ) -> bool:
