@@ -50,7 +50,7 @@ _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
 
 
 class StatusService:
-    """What one gateway shows of its state."""
+    """The state of one gateway."""
 
     def __init__(self, gateway: Gateway, proxy: ProxyHandler) -> None:
         self._gateway = gateway

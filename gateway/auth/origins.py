@@ -86,7 +86,7 @@ def is_preflight(method: str, request: Mapping[bytes, bytes]) -> bool:
 def preflight_headers(request: Mapping[bytes, bytes]) -> Headers:
     """Return the headers that let a page of an allowed origin send its request.
 
-    It may send any headers: of those that a page can set, none opens anything without a key.
+    It may send any headers: no header that a page can set opens anything without a key.
     """
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),

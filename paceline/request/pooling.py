@@ -88,13 +88,13 @@ def read_rerank(
 
 
 def embeddings_profile(request: EmbeddingsRequest, ignored: tuple[str, ...]) -> RequestProfile:
-    """Return what the policy may use of a request for vectors; raise `FieldError` if too long."""
+    """Return the policy's profile of a request for vectors; raise `FieldError` if too long."""
     chars = chars_of(request.inputs)
     return _profile(Endpoint.EMBEDDINGS, request.model, len(request.inputs), chars, ignored)
 
 
 def rerank_profile(request: RerankRequest, ignored: tuple[str, ...]) -> RequestProfile:
-    """Return what the policy may use of a request for scores; raise `FieldError` if too long.
+    """Return the policy's profile of a request for scores; raise `FieldError` if too long.
 
     The model reads pairs, so the query counts for each document.
     """

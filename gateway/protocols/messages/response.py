@@ -108,7 +108,7 @@ class MessageEncoder(StreamEncoder):
         *,
         metrics: bool = False,
     ) -> None:
-        """`sign`: as in `content_of`; `edits`: the last event's list of what was cleared.
+        """`sign`: as in `content_of`; `edits`: the last event's list of cleared content.
 
         `metrics`: the last event has the draft counts too.
         """
@@ -123,7 +123,7 @@ class MessageEncoder(StreamEncoder):
         self._reasoning: list[str] = []
         self._refused = False
         self._call: Json = {}
-        """A call that has no arguments yet, and none if a limit cuts it; empty: there is none."""
+        """A call without arguments yet, which a limit would drop; empty without one."""
         self._stop = stop_of({})
         self._usage = _usage_of({}, breakpoint_in)
         self._prompt: Json = {}

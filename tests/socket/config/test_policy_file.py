@@ -174,7 +174,7 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
             valid[: len(valid) // 2]: "routes",
             valid + "colour: red\n": "colour: unknown field",
             valid.replace("- a", "- b"): "there is no pool 'b'",
-            "!!python/object:os.system {}": "a policy has no tags",
+            "!!python/object:os.system {}": "a policy cannot have tags",
         }
         for text, message in invalid.items():
             caplog.clear()
