@@ -22,6 +22,7 @@ from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.sync import ClusterSync, PeerWorkers
 from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore
+from gateway.config.policy_versions import Reason
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_unique_ids, read_worker_key
@@ -303,9 +304,9 @@ class Gateway:
             return missing_pools(self.api_keys.records.values(), policy, self.wall())
 
         settings = self.settings
-        source = await asyncio.to_thread(read_source, settings.policy)
         reads = LastReads(settings.state_dir.expanduser(), settings.policy)
         await reads.open()
+        source = await asyncio.to_thread(read_source, settings.policy, reads.last)
         try:
             store = PolicyStore(self._records, settings.workers, source, self.wall, warnings)
             self.policy_store = await store.open(reads.last)
@@ -320,7 +321,7 @@ class Gateway:
                 "PACELINE_STATE_DIR to another folder."
             ) from None
         self.policy_file = PolicyFileWatcher(self.policy_store, settings.policy, reads)
-        if settings.policy is not None:
+        if source[1].reason is Reason.FILE:
             with contextlib.suppress(RecordsUnwritable):  # the watcher tries again
                 await self.policy_file.apply(source[0])
 

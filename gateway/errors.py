@@ -256,7 +256,7 @@ class EngineUnknown(NotFound, code="engine_not_found"):
 class CacheNotCleared(GatewayError, status=502, code="cache_not_cleared"):
     """A worker has not emptied its prefix cache."""
 
-    message = "The worker did not clear its prefix cache. Try again."
+    message = "The worker did not clear its prefix cache. Try again once it is ready."
 
 
 class VersionUnknown(NotFound, code="version_not_found"):

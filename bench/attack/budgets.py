@@ -112,8 +112,9 @@ class Budgets(Attack):
 
     async def _charged(self) -> dict[str, int]:
         usage = await self.target.admin("usage")
+        names = ("prompt_tokens", "completion_tokens", "guessed_tokens")
         return {
-            key: sum(used.get(name, 0) for name in ("prompt_tokens", "completion_tokens"))
+            key: sum(used.get(name, 0) for name in names)
             for key, used in usage.json()["keys"].items()
         }
 

@@ -496,8 +496,29 @@ _add(
     _option("--lines", "Default: 100.", "N", type=click.IntRange(1, 1_000_000), default=100),
     _option("--follow", "Keep printing new lines.", is_flag=True),
 )
+_add("service stop", "Let running requests finish, and stop it until `restart` or the next start.")
 _add("service restart", "Let running requests finish, and restart the service.")
 _add("service uninstall", "Let running requests end, and remove it; settings and logs remain.")
+_add(
+    "upgrade",
+    "Replace this version with another one after running requests have ended, and restart the "
+    "service.",
+    _argument(
+        "dist",
+        "Folder with its install.sh (default: where this one came from, or Homebrew).",
+        "[DIST]",
+        required=False,
+        type=click.Path(path_type=Path),
+    ),
+)
+_BACKUP = _argument("file", "The backup.", "FILE", type=click.Path(path_type=Path))
+_add("backup", "Write keys, policies, usage and secrets to a new, encrypted file.", _BACKUP)
+_add(
+    "restore",
+    "Put a backup into the state folder of a stopped gateway.\n\nThe old files are kept.",
+    _BACKUP,
+    run=functools.partial(_run, "backup", "restore"),
+)
 for _name, _module, _help in (
     ("worker", "workers", "Serve a model on this machine."),
     ("doctor", "workers.doctor", "Measure this Mac, and recommend settings for it."),

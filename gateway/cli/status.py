@@ -66,6 +66,7 @@ def _lines(state: Mapping[str, Any]) -> list[Text]:
         ("The policy file is not active", state["policy"]["file_problem"]),
         ("This gateway is not sharing all state with others", state["store"]["problem"]),
         ("Edits are refused", state["store"].get("file_problem", "")),
+        ("Stored records are not active", state["store"].get("record_problem", "")),
     ):
         if why:
             lines.append(Text(f"{what}: {why}", style="red"))

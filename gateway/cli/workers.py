@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -52,13 +53,21 @@ def drain(*, worker: str, timeout_s: int, move: bool, url: str) -> int:
 
 
 def clear_caches(*, workers: Sequence[str], url: str) -> int:
-    """Empty the prefix caches of these workers, in memory and on disk; without any, of all."""
+    """Empty the prefix caches of these workers, in memory and on disk; without any, of all.
+
+    One that fails keeps none of the others from it.
+    """
     gateway = connect(url, admin=True)
     here = (one for one in gateway.read("GET", _PATH)["workers"] if one["state"] != "gone")
+    failed = 0
     for name in workers or [one["worker_id"] for one in here if one["kind"] == "paceline"]:
-        gateway.send("DELETE", _place(name, "prefix-cache"))
-        print_output(f"Cleared the prefix cache of {name}.")
-    return 0
+        try:
+            gateway.send("DELETE", _place(name, "prefix-cache"))
+            print_output(f"Cleared the prefix cache of {name}.")
+        except CommandError as error:
+            failed = 1
+            sys.stderr.write(f"{name}: {error}\n")
+    return failed
 
 
 def _place(worker: str, action: str) -> str:

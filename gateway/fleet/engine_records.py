@@ -15,7 +15,7 @@ from gateway.errors import EngineListed, EngineUnknown, FieldInvalid, StartupErr
 from gateway.fleet.engine_watch import EngineWatch, WatchedEngine
 from gateway.fleet.registry import WorkerRegistry
 from gateway.state.counters import GONE_WORKERS, MAX_WORKERS
-from gateway.state.records import RecordReader, Records, RecordTable
+from gateway.state.records import RecordReader, Records, RecordTable, as_model
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +50,7 @@ class EngineRecords:
         wall: Callable[[], float],
     ) -> None:
         self._table = RecordTable(records, "engines", self._apply)
-        self._reader = RecordReader(
-            "engines", lambda _, text: EngineRecord.model_validate_json(text)
-        )
+        self._reader = RecordReader(records, "engines", as_model(EngineRecord))
         self._settings = {one.entry.id: one for one in settings}
         self._watch = watch
         self._fleet = fleet

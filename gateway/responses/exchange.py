@@ -25,6 +25,7 @@ from gateway.http.downstream import (
     pieces,
 )
 from gateway.memory_budget import MemoryHold
+from gateway.protocols.base import encode_event, encode_events
 from gateway.protocols.responses import DONE, ResponsesFormat
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.responses.kept_items import KeptItems, new_id
@@ -202,7 +203,7 @@ class ResponseExchange(ResponsesFormat):
         response["status"] = "queued"
         queued = self.body()
         await self._keep({**response, "status": "in_progress"})
-        event_log.append(self.begin_events())
+        event_log.append(encode_events(self.builder.begin(queued=True)))
         if self.asked.body.get("stream"):
             viewing = _view(client, event_log)
             self._viewer = asyncio.create_task(viewing, name=f"view {response['id']}")
@@ -217,7 +218,7 @@ class ResponseExchange(ResponsesFormat):
         if self.log is not None:
             self.log.cancel = None
         streams = self.log is not None or self.asked.body.get("stream")
-        return self.final_event() if streams else self.body()
+        return encode_event(self.builder.final()) + DONE if streams else self.body()
 
     async def cancel(self) -> None:
         """Cancel a response in the background, and wait until it has ended."""

@@ -11,7 +11,7 @@ import httpx
 import jsonschema_rs
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from bench.engine.schemas import ask_each, draw_schemas
 from paceline.request.constraint import Constraint, ConstraintKind
@@ -203,13 +203,6 @@ async def test_forced_text_longer_than_a_draft_of_the_head_is_one_draft(engine: 
             assert sum(drafts.histogram) == drafts.steps
             assert drafts.accepted > 0.8 * drafts.drafted or not longest
     assert texts == {json.dumps(dict.fromkeys(names, 1))}
-
-
-async def test_a_limit_of_tokens_ends_an_answer_before_its_form(engine: Engine) -> None:
-    """Then `finish_reason` is `length`, the only case in which the answer may be incomplete."""
-    text, end = await answer(engine, "Hello", schema(PERSON), max_tokens=4)
-    assert end.reason is FinishReason.LENGTH
-    assert text.startswith("{")
 
 
 @pytest.mark.parametrize(
@@ -468,24 +461,6 @@ async def test_a_long_forced_text_is_computed_once(engine: Engine) -> None:
     assert computed < 20
 
 
-async def test_clients_at_once_each_get_their_form(async_openai_client: AsyncOpenAI) -> None:
-    async def ask(index: int) -> str:
-        form: Any = {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"const": index // 2}},
-        }
-        stream = await async_openai_client.chat.completions.create(
-            model="demo",
-            messages=QUESTION,
-            stream=True,
-            temperature=index % 2,
-            response_format=form,
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    assert await asyncio.gather(*map(ask, range(8))) == [str(index // 2) for index in range(8)]
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("choice", ["required", forced("greet")])
 def test_a_forced_call_is_made_and_its_arguments_follow_the_schema(
@@ -579,12 +554,3 @@ def test_a_schema_beside_tools_leaves_the_model_its_calls(openai_client: OpenAI)
     choice = ask(openai_client, messages=answered, **fields)
     if choice.finish_reason == "stop":
         check_person(choice.message.content)
-
-
-def test_a_cut_forced_call_leaves_no_markup(openai_client: OpenAI) -> None:
-    """`length` leaves the beginning of the arguments, and nothing in the text."""
-    fields: Any = {"tools": TOOLS, "tool_choice": forced("greet")}
-    choice = ask(openai_client, temperature=0, max_tokens=30, **fields)
-    assert choice.finish_reason == "length"
-    assert not choice.message.content
-    assert calls_of(choice.message)[0][1].startswith('{"who": ')

@@ -3,8 +3,8 @@
 import { byId, make } from "../shared/elements.js";
 import { SENTENCES, sentences } from "../shared/trouble.js";
 
-function stored({ problem, file_problem: file }) {
-  return [problem && `${problem} This gateway continues by itself until this is fixed.`, file && `${file} The gateway refuses edits until this is fixed.`].filter(Boolean);
+function stored({ problem, file_problem: file, record_problem: records }) {
+  return [problem && `${problem} This gateway continues by itself until this is fixed.`, file && `${file} The gateway refuses edits until this is fixed.`, records].filter(Boolean);
 }
 
 export function showTrouble({ store, workers }) {

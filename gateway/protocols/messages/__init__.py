@@ -16,7 +16,6 @@ from pydantic_core import to_json
 
 from gateway import errors
 from gateway.protocols.base import choice_of, object_in, object_schema
-from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import MessagesChat, is_own_block, to_chat
 from gateway.protocols.messages.response import (
     MessageEncoder,
@@ -26,7 +25,6 @@ from gateway.protocols.messages.response import (
     stop_of,
 )
 from gateway.protocols.openai import InspectionContext
-from gateway.protocols.sealing import Sealer
 from gateway.protocols.translation import TranslatingFormat
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_json, objects_of
@@ -75,9 +73,7 @@ ERROR_SCHEMA = object_schema("type error", strict=False, type={"const": "error"}
 class MessagesFormat(TranslatingFormat):
     """One request of `POST /v1/messages`."""
 
-    def __init__(self, sealer: Sealer) -> None:
-        super().__init__(sealer)
-        self._chat = MessagesChat({})
+    _chat = MessagesChat({}, {})
 
     def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
         if body.get("thread") is not None:
@@ -95,25 +91,18 @@ class MessagesFormat(TranslatingFormat):
         message = message_of(answer, content, self._chat.breakpoint_in)
         refusal = object_in(choice, "message").get("refusal")
         message |= stop_of(choice, refused=bool(refusal))
-        metrics = metrics_of(answer) if self._chat.body.get("metrics") else {}
-        return encode_json(message | metrics | self._edits())
+        return encode_json(message | metrics_of(answer, self._chat) | self._chat.edits)
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
         """Return the encoder of a stream; a comment has the late headers."""
-        place, metrics = self._chat.breakpoint_in, bool(self._chat.body.get("metrics"))
-        return MessageEncoder(self._mark, self._edits(), place, metrics=metrics)
+        return MessageEncoder(self._mark, self._chat)
 
     @property
     def _mark(self) -> Callable[[str], str] | None:
         """Return the signer of the client's reasoning; None if it asks for none."""
         return self._sign if self._chat.shows_reasoning else None
-
-    def _edits(self) -> Json:
-        """Return the field that lists cleared content, if the request asks for it."""
-        applied = self._chat.applied_edits
-        return {} if applied is None else {CONTEXT_MANAGEMENT: {"applied_edits": applied}}
 
     def _sign(self, reasoning: str) -> str:
         """Return the mark that later shows that reasoning is ours and unchanged."""

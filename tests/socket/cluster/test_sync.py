@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
@@ -16,7 +15,7 @@ from gateway.assembly import TIMING
 from gateway.fleet import registry
 from tests.support.fake_clock import MovedClock
 from tests.support.gateway_fixtures import QUICK, SILENCE_S, MakeClusterGateway, remove_settings
-from tests.support.heartbeats import repeated
+from tests.support.heartbeats import send_heartbeats
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import (
@@ -150,13 +149,7 @@ def running_pair(tmp_path_factory, module_worker) -> Iterator[Pair]:
             )
             for name in "ab"
         )
-
-        def send_heartbeat() -> httpx.Response:
-            """Report the lanes that the worker reports when it is asked."""
-            asked = module_worker.status_report
-            return first.send_heartbeat(module_worker, **({"lanes": asked.lanes} if asked else {}))
-
-        stack.enter_context(repeated(send_heartbeat))
+        stack.enter_context(send_heartbeats(first, module_worker))
         use_keys((first, second))
         yield first, second
 

@@ -11,6 +11,7 @@ from gateway import errors
 from gateway.app import create_app
 from gateway.http.downstream import CancelScope, EventWriter
 from gateway.memory_budget import MemoryBudget
+from gateway.protocols.openai import InspectionContext
 from gateway.responses import exchange as exchanges
 from gateway.responses.exchange import ResponseExchange, ResponsesService
 from gateway.routing.view import FleetView
@@ -25,7 +26,7 @@ BODY = {"model": "m", "input": "Hi", "background": True}
 LIMITS = {"LOG_LIMIT_BYTES": 20_000, "ENDED_LIMIT": 3, "ENDED_LIMIT_BYTES": 40_000}
 REQUEST: Any = None
 POLICY = PolicyDocument.model_validate(single_pool_policy())
-FLEET = FleetView.of((), frozenset())
+CONTEXT = InspectionContext(POLICY, FleetView.of((), frozenset()))
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ async def respond(service: ResponsesService, *texts: str) -> ResponseExchange:
     exchange = service.exchange()
     hold = MemoryBudget().hold("ann")
     await exchange.open(BODY, "ann", hold, 0)
-    exchange.inspect(BODY, POLICY, FLEET)
+    exchange.inspect(BODY, CONTEXT)
     client: Any = Client("req-1", lambda _: None)
     writer: EventWriter = client
     try:

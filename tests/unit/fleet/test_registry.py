@@ -161,32 +161,6 @@ def test_a_pool_has_the_lanes_that_its_policy_names(fleet: Fleet, pool: str, lan
     assert [found.name for _, found in lanes] == [lane]
 
 
-def test_f20_a_worker_that_fails_five_times_is_ejected_for_ten_seconds(fleet: Fleet) -> None:
-    fleet.hear("a", "b")
-    fleet.fail("a", 5)
-    assert fleet.ids == ["b"]
-    assert fleet.try_lease("a") is None
-    fleet.clock.now_s = START_S + 5.0
-    fleet.hear("a", "b")
-    assert fleet.ids == ["b"], "a heartbeat ends no ejection"
-    assert [worker.ejected_for_s for worker in fleet.workers()] == [5.0, 0.0]
-    fleet.clock.now_s = START_S + 10.0
-    fleet.hear("a", "b")
-    assert fleet.ids == ["a", "b"]
-
-
-def test_f24_probation_allows_one_request_then_two_then_all(fleet: Fleet) -> None:
-    fleet.hear("a", "b")
-    fleet.eject("a", AttemptResult.UNREACHABLE)
-    for at_a_time in (1, 2, 4):
-        first, *others = [fleet.lease("a") for _ in range(at_a_time)]
-        assert fleet.try_lease("a") is None
-        fleet.release(first, AttemptResult.SUCCEEDED)
-        for lease in others:
-            fleet.release(lease, AttemptResult.ABANDONED)
-    assert fleet.workers()[0].breaker.probation_limit is None
-
-
 def test_a_disconnected_client_neither_ends_nor_fails_a_probation(fleet: Fleet) -> None:
     fleet.hear("a", "b")
     fleet.eject("a")

@@ -5,8 +5,6 @@ a thread. So another process compiles each constraint before the worker does, wi
 and memory, and ends at either: then the constraint is refused, and the next one gets a new process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
