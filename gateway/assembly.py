@@ -78,7 +78,7 @@ _READING_LIMIT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The clocks of a gateway, how long it takes to share what it knows, and its memory."""
+    """The clocks of a gateway, the time that it takes to share its state, and its memory."""
 
     clock: Callable[[], float] = time.monotonic
     """Monotonic seconds."""
@@ -168,7 +168,7 @@ class Gateway:
         )
 
     def _build_fleet(self, paceline: PacelineWorker) -> None:
-        """Build what knows the workers and gives them requests."""
+        """Build the parts that track workers and give them requests."""
         listed = frozenset(name for one in self.settings.workers for name in one.names)
         self.paceline = paceline
         self.fleet = WorkerRegistry(self.clock, self.rng.random, listed, paceline)
@@ -176,7 +176,7 @@ class Gateway:
         self.scheduler = Scheduler(self.fleet, self.prefix_index, self.clock, self.rng)
 
     def _build_accounts(self) -> None:
-        """Build what knows the clients, and what their requests used."""
+        """Build the parts that track clients and their usage."""
         clock, wall, settings = self.clock, self.wall, self.settings
         self.usage_store = usage = UsageStore(self._records, wall, life=secrets.token_hex(4))
         self.active_requests = ActiveRequests()
@@ -191,7 +191,7 @@ class Gateway:
         self.stats_history = SnapshotHistory(totals, outcomes, clock)
 
     def _join_cluster(self, redis: RedisClient, join_token: str) -> None:
-        """Build what this gateway exchanges with others."""
+        """Build the exchange of this gateway with others."""
         reports = SharedWorkerReports(redis)
         self.counters = counters = SharedCounters(redis, reports, self.accounting.take_pending)
         self.control = ReportClient(self.paceline, self.fleet, counters)
@@ -226,7 +226,7 @@ class Gateway:
         try:
             await reading(self._read_records)
         except RecordsUnwritable:
-            raise StartupError("The stored keys and their usage cannot be read.") from None
+            raise StartupError("The gateway cannot read the stored keys and their usage.") from None
         check_binding(self.settings, keyed=self.api_keys.required)
         self.traces = _traces(self.settings)
         # Last of all that may prevent the start: it writes the first version.
@@ -334,7 +334,7 @@ class Gateway:
 
 
 async def _trim_heap() -> None:
-    """Give back what large bodies have left; in a thread, since it takes some milliseconds."""
+    """Return the memory of large bodies; in a thread, since it takes some milliseconds."""
     await asyncio.to_thread(trim_heap)
 
 

@@ -26,7 +26,7 @@ def is_plain_name(text: str) -> bool:
 
 
 class StartupError(Exception):
-    """A reason not to start; the message is one sentence that tells the operator what to change."""
+    """A reason not to start; the message is one sentence that names the necessary change."""
 
 
 class GatewayError(ApiError):
@@ -73,17 +73,17 @@ class FieldInvalid(RequestRefused, code="invalid_value"):
 class NoteMissing(FieldInvalid):
     """An edit of the policy gives no reason."""
 
-    message = "An edit needs a note in 'x-paceline-note'."
+    message = "An edit requires a note in 'x-paceline-note'."
     param = "x-paceline-note"
 
 
 class PreviousUnknown(FieldInvalid, code="previous_response_not_found"):
-    """The response or conversation from which the request goes on is not kept for this key.
+    """The response or conversation that the request continues is not stored for this key.
 
-    Not 404: proxies in front take that for a model that is gone.
+    Not 404, which proxies take for a missing model.
     """
 
-    public_message = "What the request goes on from is not kept."
+    public_message = "The response or conversation that the request continues is not stored."
 
     def __init__(self, kind: str, name: str, *, param: str) -> None:
         super().__init__(f"{kind} with id '{name[:100]}' not found.", param=param)
@@ -103,13 +103,13 @@ class TokensOverLimit(RequestRefused, code="tokens_over_limit"):
 
     def __init__(self, name: str, limit: int, tokens: int) -> None:
         super().__init__(
-            f"This request may use {tokens} tokens, its prompt and 'max_tokens' together; the "
+            f"The prompt and 'max_tokens' of this request may use {tokens} tokens together; the "
             f"limit of this API key is {limit} ({name})."
         )
 
 
 class ToolUnserved(RequestRefused, code="unsupported_value"):
-    """A tool runs on the servers of OpenAI or Anthropic alone."""
+    """A tool runs only on the servers of OpenAI or Anthropic."""
 
     def __init__(self, kind: str, *, param: str) -> None:
         super().__init__(f"No worker runs the tool '{kind[:100]}'.", param=param)
@@ -121,7 +121,7 @@ class ThreadUnserved(RequestRefused, code="thread_unsupported_request"):
     By this code the anthropic package sends the whole conversation instead.
     """
 
-    message = "thread: This gateway keeps no threads. Send the whole conversation."
+    message = "thread: This gateway does not store threads. Send the whole conversation."
     param = "thread"
 
 
@@ -131,15 +131,15 @@ class EndpointUnserved(RequestRefused, code="endpoint_not_served"):
     Not 404: proxies in front take that for a model that is gone, and send it nothing for a while.
     """
 
-    message = "This gateway does not serve this endpoint. GET /openapi.json lists those it serves."
+    message = "This gateway does not serve this endpoint. GET /openapi.json lists all endpoints."
 
 
 class FeatureUntaken(RequestRefused, code="unsupported_value"):
-    """No worker of the model takes what the request asks for."""
+    """No worker of the model supports a requested feature."""
 
     def __init__(self, model: str, feature: str, *, param: str | None) -> None:
-        super().__init__(f"No worker of the model '{model[:100]}' takes {feature}.", param=param)
-        self.public_message = f"No worker of the model takes {feature}."
+        super().__init__(f"No worker of the model '{model[:100]}' supports {feature}.", param=param)
+        self.public_message = f"No worker of the model supports {feature}."
 
 
 class ModelUnsuited(RequestRefused, code="model_not_supported"):
@@ -152,7 +152,7 @@ class ModelUnsuited(RequestRefused, code="model_not_supported"):
 
     def __init__(self, model: str, endpoint: str, served: Iterable[str]) -> None:
         others = ", ".join(sorted(served))
-        super().__init__(f"The model '{model[:100]}' does not serve {endpoint}, but: {others}.")
+        super().__init__(f"The model '{model[:100]}' does not serve {endpoint}, only {others}.")
 
 
 class KeyRefused(RequestRefused, status=401, kind="authentication_error", code="invalid_api_key"):
@@ -165,8 +165,8 @@ class AdminKeyRefused(KeyRefused):
     """The admin key is missing or wrong."""
 
     message = (
-        "A valid admin key is required: 'Authorization: Bearer KEY'. It is PACELINE_ADMIN_KEY of "
-        "the gateway, or else the content of 'admin-key' in its state folder."
+        "A valid admin key is required: 'Authorization: Bearer KEY'. The gateway reads it from "
+        "PACELINE_ADMIN_KEY, or else from 'admin-key' in its state folder."
     )
 
 
@@ -177,7 +177,7 @@ class EndedKeyRefused(KeyRefused):
 
     def __init__(self, key: str, how: str, at: datetime) -> None:
         ended = f"{'' if how == 'expired' else 'was '}{how} on {at.astimezone(UTC):%Y-%m-%d %H:%M}"
-        super().__init__(f"This API key {ended} UTC. Ask the admin of this gateway for another.")
+        super().__init__(f"This API key {ended} UTC. Ask the admin of this gateway for a new one.")
         self.public_message = f"A key that {ended} UTC is still in use."
         self.key = key
 
@@ -212,9 +212,9 @@ class PageRefused(NotAllowedHere):
 
 
 class PoolsNotAllowed(NotAllowedHere, code="pool_not_allowed"):
-    """The key may use none of the pools to which the policy routes the request."""
+    """The key may not use any pool on the request's route."""
 
-    message = "This API key may not use any of the pools to which this request is routed."
+    message = "This API key may not use any of the pools on this request's route."
 
 
 class NotFound(RequestRefused, status=404):
@@ -222,7 +222,7 @@ class NotFound(RequestRefused, status=404):
 
 
 class PathUnknown(NotFound, code="path_not_found"):
-    """The path does not exist; behind a wrong base URL, it stands for one that does."""
+    """The path does not exist, perhaps because the base URL is wrong."""
 
     message = "This path does not exist."
 
@@ -260,17 +260,17 @@ class WorkerUnknown(NotFound, code="worker_not_found"):
 class EngineUnknown(NotFound, code="engine_not_found"):
     """No engine with the id was joined."""
 
-    message = "No engine with this id was joined."
+    message = "No engine with this id has joined."
 
 
 class CacheNotCleared(GatewayError, status=502, code="cache_not_cleared"):
     """A worker has not emptied its prefix cache."""
 
-    message = "The worker has not emptied its prefix cache; try again once it is ready."
+    message = "The worker did not clear its prefix cache. Try again once it is ready."
 
 
 class VersionUnknown(NotFound, code="version_not_found"):
-    """The policy has no version with the number."""
+    """The policy lacks a version with the number."""
 
     param = "version"
 
@@ -281,7 +281,7 @@ class VersionUnknown(NotFound, code="version_not_found"):
 class ResponseUnknown(NotFound, code="response_not_found"):
     """No kept response, conversation or item has the id."""
 
-    public_message = "No kept response, conversation or item has this id."
+    public_message = "No stored response, conversation or item has this id."
 
     def __init__(self, kind: str, name: str, *, param: str | None = None) -> None:
         super().__init__(f"{kind} with id '{name[:100]}' not found.", param=param)
@@ -310,7 +310,7 @@ class WorkerIdTaken(RequestRefused, status=409, code="worker_id_taken"):
 class EngineListed(RequestRefused, status=409, code="engine_in_settings"):
     """An engine of the settings cannot be changed at run time."""
 
-    message = "The settings of the gateway list this engine: change it there, and restart."
+    message = "The gateway's paceline.yaml lists this engine: change the file, and restart."
 
 
 class WorkerUnconfirmed(RequestRefused, status=422, code="worker_unconfirmed"):
@@ -323,7 +323,7 @@ class KeyIsRevoked(RequestRefused, status=409, code="key_is_revoked"):
     """A revoked key cannot be changed."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"The key '{name[:100]}' is revoked for good. Create a new one.")
+        super().__init__(f"The key '{name[:100]}' has been revoked permanently. Create a new one.")
 
 
 class VersionConflict(RequestRefused, status=412, code="version_conflict"):
@@ -332,7 +332,7 @@ class VersionConflict(RequestRefused, status=412, code="version_conflict"):
     param = "if-match"
 
     def __init__(self, number: int, author: str) -> None:
-        super().__init__(f"The policy has changed: version {number}, by {author}, is active now.")
+        super().__init__(f"The policy has changed: version {number} by {author} is now active.")
 
 
 class BodyTooLarge(RequestRefused, status=413, code="body_too_large"):
@@ -362,8 +362,8 @@ class HostRefused(RequestRefused, status=421, code="host_not_allowed"):
 
     def __init__(self, host: str) -> None:
         super().__init__(
-            f"This gateway is not called '{host[:100]}'. Use its IP address, or add the name to "
-            "PACELINE_ALLOWED_HOSTS."
+            f"This gateway does not accept the host name '{host[:100]}'. Use its IP address, or "
+            "add the name to PACELINE_ALLOWED_HOSTS."
         )
 
 
@@ -371,16 +371,16 @@ class Quarantined(RequestRefused, status=422, code="request_quarantined"):
     """Two workers crashed while processing this body."""
 
     message = (
-        "Two workers crashed while processing this request body; it is blocked for 10 minutes. A "
+        "Two workers crashed on this request body, so the gateway blocks it for 10 minutes. A "
         "shorter prompt or a smaller image may help."
     )
 
 
 class EditUnconditional(RequestRefused, status=428, code="precondition_required"):
-    """An edit of the policy has no `If-Match`."""
+    """An edit of the policy lacks `If-Match`."""
 
     message = (
-        "An edit needs 'If-Match' with the ETag of the edited version, so that it does not "
+        "An edit requires 'If-Match' with the ETag of the edited version, so that it does not "
         "overwrite another edit."
     )
     param = "if-match"
@@ -486,14 +486,14 @@ class TooManyViewers(Unavailable, code="too_many_viewers"):
 class TooManyWorkers(Unavailable, code="too_many_workers"):
     """The limit of live workers is reached."""
 
-    message = "This gateway has as many workers as it accepts. Stop one before you start another."
+    message = "This gateway accepts no more workers. Stop one before you start another."
     retry_after_s = 10.0
 
 
 class RecordsUnwritable(Unavailable, kind="server_error", code="state_unavailable"):
     """The stored state cannot be read or written."""
 
-    message = "The gateway cannot read or write its stored state now. Try again later."
+    message = "The gateway cannot read or write its state now. Try again later."
 
 
 class WriteUnconfirmed(RecordsUnwritable, code="write_unconfirmed"):
@@ -509,8 +509,8 @@ class RevocationUnstored(RecordsUnwritable, code="revocation_unstored"):
     """A key is revoked at this gateway, but the revocation is not stored."""
 
     message = (
-        "This gateway refuses the key from now on, but the revocation is not stored yet. The "
-        "gateway stores it as soon as it can; the other gateways refuse the key from then on."
+        "This gateway now refuses the key, but could not store the revocation yet. It will do so "
+        "as soon as it can; only then will other gateways refuse the key too."
     )
 
 
@@ -531,8 +531,8 @@ class ResponseTooLarge(AnswerTooLarge):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
-            f"The events of the response are larger than {limit_bytes} bytes, the most that this "
-            "gateway keeps of one. Stream it without 'background', or lower 'max_output_tokens'."
+            f"The events of the response are larger than {limit_bytes} bytes, the maximum that "
+            "this gateway stores. Stream it without 'background', or lower 'max_output_tokens'."
         )
 
 
@@ -543,7 +543,7 @@ class WorkerError(GatewayError, status=502, code="worker_error"):
 class WorkerUnreachable(Unavailable, WorkerError, code="worker_unreachable"):
     """No connection could be made, so the request cannot have started."""
 
-    message = "The worker cannot be reached."
+    message = "The gateway cannot reach the worker."
 
 
 class WorkerBusy(Unavailable, WorkerError, code="workers_busy"):
@@ -572,7 +572,7 @@ class FieldUnheld(WorkerError, status=400, kind="invalid_request_error", code="u
     """The engine takes a field and ignores it; a worker of another kind may hold to it."""
 
     def __init__(self, param: str) -> None:
-        super().__init__(f"The engine did not hold to '{param}'.", param=param)
+        super().__init__(f"The engine did not follow '{param}'.", param=param)
 
 
 class WorkerSilent(WorkerError, status=504, kind="timeout_error", code="worker_timeout"):
@@ -584,7 +584,7 @@ class WorkerSilent(WorkerError, status=504, kind="timeout_error", code="worker_t
 class WorkerStalled(WorkerSilent, code="worker_stalled"):
     """The response began, and then paused for too long."""
 
-    message = "The response of the worker stalled."
+    message = "The worker's response stalled."
 
 
 def to_body(error: GatewayError) -> bytes:

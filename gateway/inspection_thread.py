@@ -25,7 +25,7 @@ _LARGE_BYTES = 512 * 1024
 _LARGE_CONTAINERS = 1000
 """Objects and lists that take a few milliseconds."""
 _REFERENCES = (b"previous_response_id", b"conversation", b"item_reference")
-"""Without one of these no body goes on from what is kept, which may be large."""
+"""Only a body with one of these continues a stored response, which may be large."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     thread: InspectionThread | None = None
 
     async def run(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what a function returns."""
+        """Run a function; return its result."""
         if self.thread is None:
             return work(*args, **kwargs)
         return await self.thread.run(sys.maxsize, work, *args, **kwargs)
@@ -54,7 +54,7 @@ class InspectionThread:
 
     @contextlib.asynccontextmanager
     async def turn(self, hold: MemoryHold, raw: RawBody) -> AsyncIterator[Turn]:
-        """Yield the turn of a body, once its hold has room for what is made of it.
+        """Yield the turn of a body, once its hold has room for the parsed form.
 
         Raise `BodyNotJson` for one that would take long to parse.
         """
@@ -69,7 +69,7 @@ class InspectionThread:
     async def run(
         self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Return what a function returns whose time grows with a number of bytes."""
+        """Run a function whose time grows with a number of bytes; return its result."""
         if size_bytes <= _LARGE_BYTES:
             return work(*args, **kwargs)
         call = functools.partial(work, *args, **kwargs)
@@ -79,12 +79,12 @@ class InspectionThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread after what it does now."""
+        """End the thread after its current task."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def is_large(raw: RawBody) -> bool:
-    """Return whether a body, with what it goes on from, may take long to inspect."""
+    """Return whether a body, with the response that it continues, may take long to inspect."""
     size = len(raw)
     if size > _LARGE_BYTES:
         return True

@@ -1,9 +1,9 @@
 """The memory that a gateway holds for its clients: one budget, charged before it is allocated.
 
-Bodies count with what is parsed and written of them, stored items with what a request reads of
-them, answers until their clients have read them, logs, kept responses and read documents. A client
-may hold at most four times what is left for others: alone it gets four fifths, and each further
-client as much of the rest (dynamic thresholds; Choudhury and Hahne, 1998).
+Bodies count with their parsed and written forms, stored items by the part that a request reads,
+answers until their clients have read them, logs, kept responses and read documents. A client may
+hold at most four times the rest: by itself it gets four fifths, and each further client as much of
+the rest (dynamic thresholds; Choudhury and Hahne, 1998).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHARE_OF_REST = 4
 
 
 class MemoryBudget:
-    """What all clients of one gateway hold. Only its event loop counts."""
+    """The memory of all clients of one gateway. Only its event loop changes it."""
 
     def __init__(self, limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
         self.limit_bytes = limit_bytes

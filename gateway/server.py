@@ -120,7 +120,7 @@ def _server(app: PortApp, timing: Timing) -> Server:
 async def _listen(
     stack: contextlib.AsyncExitStack, host: str, port: int, host_name: str, port_name: str
 ) -> socket.socket:
-    """Open a listening socket; raise `StartupError` with what to change if that fails."""
+    """Open a listening socket; raise `StartupError` with the remedy if that fails."""
 
     def create() -> socket.socket:
         socket.getaddrinfo(host, port)  # `create_server` hides that a name is unknown
@@ -144,7 +144,7 @@ async def _listen(
                 f"a gateway already runs at {url}; `paceline status --url {url}` shows its state"
             )
         else:
-            problem = f"another program uses the port; choose another with {port_name}"
+            problem = f"another program uses the port; choose another port with {port_name}"
     raise StartupError(f"Cannot listen on {host} port {port}: {problem}.")
 
 

@@ -1,8 +1,8 @@
 """Strict JSON of requests, within bounds that keep each call into C short.
 
 CPython runs one thread at a time, and a call into C is not interrupted: while it parses, encodes or
-copies, no other request goes on. So a body has bounds on what is slow to parse, and a large one is
-parsed and encoded piece by piece, into pieces that are never joined.
+copies, no other request continues. So a body has bounds on values that are slow to parse, and a
+large one is parsed and encoded piece by piece, into pieces that are never joined.
 """
 
 import re
@@ -36,14 +36,14 @@ ITEMS_LIMIT = 10_000
 _WIDE_BYTES_LIMIT = 12 * 1024 * 1024
 """Of characters beyond ASCII; four million of most scripts."""
 _WIDE_TEXT_CHARS_LIMIT = 8 * 1024 * 1024
-"""Of one text beyond ASCII, each character of which takes as much memory as the widest one."""
+"""Of one non-ASCII text: each character takes as much memory as the widest one."""
 _LIST, _OBJECT, _QUOTE = b'[{"'
 _CLOSING = dict(zip(b"[{", b"]}", strict=True))
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SLOT = secrets.token_hex(16)
-"""Stands in a piece for what the next ones have; no client can know it."""
+"""Stands in a piece for the content of the next ones; no client can know it."""
 _BEFORE = f"{_SLOT}0"
-"""Names what the pieces before have."""
+"""Names the content of the earlier pieces."""
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..")
 _SURROGATE = b"\\ud"
 _ESCAPE_BYTES = 6
@@ -66,7 +66,7 @@ def footprint_bytes(raw: RawBody, *, bounded: bool = False) -> int:
         for place, (marks, limit, name) in enumerate(_BOUNDS):
             counts[place] += sum([chunk.count(mark, 0, _CHUNK_BYTES) for mark in marks])
             if bounded and counts[place] > limit:
-                raise errors.BodyNotJson(f"The body may have at most {limit:,} {name}.")
+                raise errors.BodyNotJson(f"The body may contain at most {limit:,} {name}.")
         wide = not chunk.isascii()
         if wide:
             wide_bytes += len(chunk.translate(None, _ASCII))
@@ -74,7 +74,7 @@ def footprint_bytes(raw: RawBody, *, bounded: bool = False) -> int:
             width = max(width, 4 if b"\xf0" in chunk or _SURROGATE in chunk else 2)
     if bounded and wide_bytes > _WIDE_BYTES_LIMIT:
         raise errors.BodyNotJson(
-            f"The body may have at most {_WIDE_BYTES_LIMIT:,} bytes of characters beyond ASCII."
+            f"The body may contain at most {_WIDE_BYTES_LIMIT:,} bytes of non-ASCII characters."
         )
     containers, values, _ = counts
     parsed_bytes = 2 * _CONTAINER_BYTES * containers + _VALUE_BYTES * values
@@ -116,8 +116,8 @@ def _from_json(raw: RawBody) -> Any:
 class _PieceParser:
     """Parses a large text by short calls, to what one long call would return.
 
-    A piece ends before a comma, or before a long text, whose own pieces follow. What is open there
-    is closed behind the piece, and opened again before the next one. A slot at both places keeps a
+    A piece ends before a comma, or before a long text, whose own pieces follow. Open brackets are
+    closed behind the piece, and opened again before the next one. A slot at both places keeps a
     comma from standing where no value is.
     """
 
@@ -171,12 +171,12 @@ class _PieceParser:
             size *= 2
 
     def _unescaped(self, begin: int, size: int) -> bytes:
-        """Return bytes of the text in which each quote begins or ends a text."""
+        """Return the bytes of the text with only the quotes that begin or end a text."""
         chunk = self._raw[begin : begin + size]
         return bytes(chunk.replace(rb"\\", rb"\.").replace(rb"\"", rb"\."))
 
     def _merge(self, piece: Any) -> None:
-        """Add to what is open what a piece has of it."""
+        """Add a piece to the open values."""
         for value in self._open:
             if isinstance(value, list):
                 before = piece[0]
@@ -201,7 +201,7 @@ class _PieceParser:
             wide = not (text.isascii() and piece.isascii())
             if wide and len(text) + len(piece) > _WIDE_TEXT_CHARS_LIMIT:
                 raise errors.BodyNotJson(
-                    f"A text beyond ASCII may have at most {_WIDE_TEXT_CHARS_LIMIT:,} characters."
+                    f"A non-ASCII text may have at most {_WIDE_TEXT_CHARS_LIMIT:,} characters."
                 )
             # CPython extends the text in place; a join would copy all of it in one call.
             text += piece
@@ -223,7 +223,7 @@ def _cut(chunk: bytes) -> int:
 
 
 def _follow(marks: bytes, outside: bytes) -> tuple[bytes, int]:
-    """Follow brackets; return those that are open then, and how many stayed open all the time."""
+    """Follow brackets; return the open ones, and how many stayed open all the time."""
     kept, found = len(marks), bytearray(marks)
     for mark in outside.translate(None, _NO_BRACKETS):
         if mark in b"[{":
@@ -235,13 +235,13 @@ def _follow(marks: bytes, outside: bytes) -> tuple[bytes, int]:
 
 
 def _head(marks: bytes) -> bytes:
-    """Return what opens brackets again, as if each had a value already."""
+    """Return text that opens brackets again, as if each had a value already."""
     opening = {_LIST: b"[", _OBJECT: b'{"%b":' % _BEFORE.encode()}
     return b"".join(opening[mark] for mark in marks) + b"0" * bool(marks)
 
 
 def _tail(marks: bytes, *, before_text: bool) -> bytes:
-    """Return a slot, and what closes brackets."""
+    """Return a slot, and text that closes brackets."""
     slot = b'"%b"' % _SLOT.encode()
     if not before_text:
         slot = b"," + slot if marks[-1] == _LIST else b",%b:%b" % (slot, slot)

@@ -60,7 +60,7 @@ class Inspected(NamedTuple):
     body: Mapping[str, Any]
     """The body for a worker: normalised messages, effective sampling, no nulls, no `cache_salt`."""
     cache_salt: str = ""
-    """What isolates the request from others of its client; empty if nothing does."""
+    """The `cache_salt`, which isolates the request from others of its client; else empty."""
 
 
 class Caller(NamedTuple):
@@ -90,7 +90,7 @@ class Usage(NamedTuple):
     reasoning_tokens: int = 0
     """Of the completion."""
     token_s: float | None = None
-    """The mean time of each token after the first at the worker; None if it tells none."""
+    """The mean time of each token after the first at the worker; None if it reports none."""
 
 
 class Drafts(NamedTuple):

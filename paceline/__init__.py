@@ -1,1 +1,1 @@
-"""What gateways and workers share; it imports neither, nor policies."""
+"""The common part of gateways and workers; it imports neither, nor policies."""

@@ -1,4 +1,4 @@
-"""Addresses: base URLs of servers, and what only this machine reaches."""
+"""Addresses: base URLs of servers, and addresses that only this machine reaches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator
 
 WILDCARDS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - compared, not bound
-"""Hosts by which a server listens on all addresses."""
+"""Hosts that make a server listen on all addresses."""
 
 _URL = re.compile(r"https?://[!-~]{1,2000}")
 

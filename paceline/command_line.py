@@ -27,7 +27,7 @@ class Command(click.Command):
             error.ctx = error.ctx or ctx
             raise
         if surplus and not ctx.resilient_parsing:
-            raise click.UsageError(f"'{surplus[0]}' is one argument too many.", ctx)
+            raise click.UsageError(f"unexpected argument '{surplus[0]}'.", ctx)
         return surplus
 
 
@@ -36,7 +36,7 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 def model_problem(named: str) -> str:
-    """Return what is wrong with the folder or Hugging Face name of a model, or an empty text."""
+    """Return the problem with the folder or Hugging Face name of a model, or an empty text."""
     try:
         folder = Path(named).expanduser()
         if folder.is_dir():
@@ -50,7 +50,7 @@ def model_problem(named: str) -> str:
 
 
 def is_own(host: str) -> bool:
-    """Return whether a host is this machine, of which all addresses can be listened on."""
+    """Return whether a host is this machine: a server can listen on all its addresses."""
     from paceline.addresses import WILDCARDS, is_loopback  # noqa: PLC0415  # pydantic: not for help
 
     if host in WILDCARDS or is_loopback(host):
@@ -83,7 +83,7 @@ def seconds_from(lowest_s: float) -> Callable[[str], float]:
 
 
 def describe_usage_error(error: click.UsageError) -> str:
-    """Return what is wrong with a command line, and which command shows the right one."""
+    """Return the problem with a command line, and the command that shows its help."""
     match error:
         case click.NoSuchCommand(command_name=name, possibilities=known):
             problem = f"There is no command '{name}'{_meant(name, known)}"
@@ -101,7 +101,7 @@ def describe_usage_error(error: click.UsageError) -> str:
 
 
 def _meant(name: str, known: Iterable[str] | None) -> str:
-    """Return the end of a sentence on an unknown name: the known one that looks most like it."""
+    """Return the end of a sentence on an unknown name: the most similar known one."""
     # Without the dashes, which make all options alike.
     by_word = {one.lstrip("-"): one for one in known or ()}
     close = difflib.get_close_matches(name.lstrip("-"), by_word, 1)

@@ -23,7 +23,7 @@ else:
     from backports import zstd
 
 DECODER_BYTES = 256 * 1024
-"""Of a decoder, beside its window, which has a copy of what was decoded last."""
+"""Of a decoder, in addition to its window of the last output."""
 _STEP_BYTES = 256 * 1024
 _THREAD = ThreadPoolExecutor(1, "decode")
 _ZSTD: dict[int, int] = {zstd.DecompressionParameter.window_log_max: 23}  # 8 MiB, as RFC 9659 says
@@ -34,11 +34,11 @@ _DECODERS: Final[dict[str, Callable[[int], Any]]] = {
     "deflate": lambda first: zlib.decompressobj(zlib.MAX_WBITS * (1 if first & 0xF == 8 else -1)),
     "zstd": lambda _: zstd.ZstdDecompressor(options=_ZSTD),
 }
-"""By coding: what begins to decode, given the first byte of a body."""
+"""By coding: the maker of a decoder, given the first byte of a body."""
 
 
 def coding_of(scope: Scope) -> str:
-    """Return the codings of a body with commas between them; empty if it has none."""
+    """Return the codings of a body with commas between them; empty without any."""
     values = [value for name, value in scope["headers"] if name == b"content-encoding"]
     codings = (one.strip() for one in b",".join(values).decode("latin-1").lower().split(","))
     return ", ".join(one for one in codings if one not in ("", "identity"))
@@ -53,14 +53,14 @@ def decoding(
     invalid: Callable[[str], Exception],
     too_large: Callable[[int], Exception],
 ) -> Receive:
-    """Return what receives a body by parts and decodes it, one step for each message.
+    """Return a receiver that decodes a body by parts, one step for each message.
 
     Raise `unsupported` for another coding, or for several. `limit_bytes` bounds the coded body,
-    which may have much that decodes to nothing.
+    which may decode to almost nothing.
     """
     if coding not in _DECODERS:
         raise unsupported(
-            f"'Content-Encoding' must be one of: {CONTENT_CODINGS}; not '{coding[:100]}'."
+            f"'Content-Encoding' must be one of: {CONTENT_CODINGS}. It is '{coding[:100]}'."
         )
 
     async def messages() -> AsyncIterator[Message]:
@@ -79,7 +79,7 @@ def decoding(
             while part or full:
                 decoder = decoder or _DECODERS[coding](part[0])
                 if decoder.eof:
-                    raise invalid(f"The body goes on after its {coding} data.")
+                    raise invalid(f"The body continues after its {coding} data.")
                 try:
                     run = asyncio.get_running_loop().run_in_executor
                     piece = await run(_THREAD, decoder.decompress, part, _STEP_BYTES)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 _SAMPLES = 32
 RETRY_AFTER_RANGE_S = (1.0, 60.0)
-"""Of all times after which a client is told to return."""
+"""Of all times that clients are asked to wait."""
 _LONGEST_WAIT_S = 3600.0
 
 

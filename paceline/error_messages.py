@@ -44,8 +44,7 @@ _MESSAGES: Final = {
 }
 _PATTERNS: Final = {
     MODEL_PATTERN: "it must be 1 to 255 printable characters",
-    ONE_MODEL_PATTERN: "it must be the name of one model, of 1 to 255 printable characters without "
-    "'*'",
+    ONE_MODEL_PATTERN: "it must name one model: 1 to 255 printable characters without '*'",
 }
 # A first character, and then others up to a number: the form of all names.
 _NAME_PATTERN: Final = re.compile(r"[(^$|]*\[(A-Z)?a-z0-9_?\]\[([^\]]+)\]\{0,(\d+)\}[)?$]*")
@@ -59,7 +58,7 @@ _SUGGESTIONS_FROM = 200
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """Return the known name for which this one is probably a typing error, or an empty string."""
+    """Return the known name that this one probably misspells, or an empty string."""
     candidates = [one for one in islice(known, _SUGGESTIONS_FROM) if len(one) <= 128]
     return next(iter(difflib.get_close_matches(name[:128], candidates, n=1)), "")
 
@@ -76,7 +75,7 @@ def message_of(error: ErrorDetails) -> str:
 
 
 def _words_of(pattern: str) -> str:
-    """Return what a text must be that does not match the pattern."""
+    """Return the rule that a text violates by not matching the pattern."""
     name = _NAME_PATTERN.fullmatch(pattern)
     if name is None:
         return _PATTERNS.get(pattern, f"it must match {pattern}")

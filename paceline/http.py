@@ -121,7 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(self._buffered)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Let go of what refers to this connection, so that its memory is free at once."""
+        """Drop the references of this connection, so that its memory is free at once."""
         super().connection_lost(exc)
         self._buffered.forget_reader()
         if self.pipeline:
@@ -194,7 +194,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._buffered.finish_closing()
 
     def on_response_complete(self) -> None:
-        """Start the next request of the connection, and parse what waits behind it."""
+        """Start the next request of the connection, and parse the bytes behind it."""
         self._responded_at_s = self.loop.time()
         super().on_response_complete()
         if self._unparsed and not self.transport.is_closing():
@@ -204,7 +204,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._buffered.resume_reading()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Start a request; one that has others behind it, after a pause for other connections."""
+        """Start a request, after a pause for other connections if more follow it."""
         if cycle is self.cycle:
             self._start(cycle, app)
         else:
@@ -449,7 +449,7 @@ class _BufferedTransport(asyncio.Transport):
     """A transport that sends everything written in one iteration of the event loop as one packet.
 
     uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
-    More than 64 KiB leave at once: only what is sent makes a response wait for a slow reader.
+    More than 64 KiB leave at once: only sent bytes make a response wait for a slow reader.
     """
 
     def __init__(
@@ -469,7 +469,7 @@ class _BufferedTransport(asyncio.Transport):
         self.closing_since_s: float | None = None
 
     def forget_reader(self) -> None:
-        """Ask nobody any more what has been read: the connection is lost."""
+        """Stop checking what the client has read: the connection is lost."""
         self._unread = self._may_read = lambda: False
 
     def pause_reading(self) -> None:
@@ -493,7 +493,7 @@ class _BufferedTransport(asyncio.Transport):
             self._send()  # else a writer that never pauses would not learn that it must
 
     def write_now(self, data: bytes) -> None:
-        """Send a whole piece now, behind what is held."""
+        """Send a whole piece now, after held bytes."""
         if self._held:
             self.write(data)
             self._send()

@@ -56,11 +56,11 @@ def missing_worker() -> str:
     """Return how to install the packages of a worker; empty if they are installed."""
     if _is_installed("worker"):
         return ""
-    return f"The packages of a worker are not installed; `{install_command('worker')}` does it."
+    return f"The packages of a worker are not installed. Run `{install_command('worker')}`."
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this installation, and keeps those that it has."""
+    """Return the command that adds an extra to this installation, and keeps the present ones."""
     if clone() is not None:
         return _IN_CLONE[extra]
     extras = ",".join(name for name in sorted(_MODULES) if name == extra or _is_installed(name))

@@ -37,7 +37,7 @@ class Shutdown:
     def on_signals(self) -> Iterator[None]:
         """Let SIGINT and SIGTERM request the shutdown within the context.
 
-        The system that also runs the load balancers sends SIGTERM; a person's Ctrl-C has none.
+        The system that also runs the load balancers sends SIGTERM; a person's Ctrl-C does not.
         """
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self.request)
@@ -66,10 +66,10 @@ async def first_of(
 
 
 def trim_heap() -> None:
-    """Give the system what this process has freed of its heap; takes some milliseconds.
+    """Return the freed heap of this process to the system; takes some milliseconds.
 
-    An allocator keeps what was freed between blocks in use, and the footprint counts it: after a
-    text of a million characters a tokenizer leaves 130 MB behind on Linux.
+    An allocator keeps freed memory between blocks in use, and the footprint counts it: after a text
+    of a million characters a tokenizer leaves 130 MB behind on Linux.
     """
     system = ctypes.CDLL(None)
     if sys.platform == "darwin":

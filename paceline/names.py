@@ -24,5 +24,5 @@ Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 def name_of_host(hostname: str) -> str:
-    """Return the name of a host in plain letters, without its domain; empty if it has none."""
+    """Return the name of a host in plain letters, without its domain; empty without any."""
     return re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-")[:50]

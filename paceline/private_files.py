@@ -13,7 +13,7 @@ class NotPrivate(PermissionError):
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder that nobody else may write; raise `NotPrivate` for one that others may."""
+    """Create a folder that nobody else may write; raise `NotPrivate` if others may."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_private(folder)
 
@@ -23,4 +23,4 @@ def check_private(path: Path) -> None:
     if {path.lstat().st_uid, path.stat().st_uid} - {0, os.geteuid()}:  # a link, and its target
         raise NotPrivate(errno.EPERM, "it belongs to another user")
     if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NotPrivate(errno.EPERM, "other users may write there")
+        raise NotPrivate(errno.EPERM, "other users may write to it")

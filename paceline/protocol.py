@@ -39,7 +39,7 @@ prompt, with commas between them; `NO_PREFIX` in place of a system prompt that i
 MAX_PREFIX_KEYS = 5
 """Keys that a gateway sends with a request."""
 PREFIX_CACHE_PATH = "/v1/prefix-cache"
-"""The route of a worker by which its gateway deletes what it has cached of isolation scopes."""
+"""The route of a worker that deletes its cache of isolation scopes."""
 MAX_DELETED_SCOPES = 64
 """Scopes of one such request."""
 PREFIX_FILES_TTL_S = 7 * 86_400.0
@@ -53,7 +53,7 @@ CONTENT_CODINGS = "gzip, deflate, zstd"
 TOKENIZE_PATH = "/tokenize"
 """The route of a worker, named as vLLM's, that counts the tokens of a chat's prompt."""
 SCOPE_HEADER = "x-paceline-prefix-scope"
-"""Of a request: requests with the same value may share what a worker has read."""
+"""Of a request: requests with the same value may share cached prompts."""
 _SALT_MARK = "."
 SOURCES_HEADER = "x-paceline-prefix-sources"
 """Of a request: a list of `NodeSource` in JSON, the best first."""
@@ -65,15 +65,15 @@ MODEL_HEADER = "x-paceline-model"
 TOKENS_HEADER = "x-paceline-tokens"
 """Of the refusal of a request above that limit: the tokens that it may need."""
 PROGRESS_HEADER = "x-paceline-progress"
-"""Of a streamed request: each event of the answer has a line that tells its tokens so far."""
+"""Of a streamed request: each event of the answer has a line with its tokens so far."""
 TOKENS_LINE = b": t "
-"""Begins the line of an event: all up to this event is the text of the tokens of its choice that
-this and earlier lines tell. Only a worker reads what follows."""
+"""Begins the line of an event: the text up to this event comes from the tokens of its choice in
+this and earlier lines. Only a worker reads the rest."""
 MORE_LINE = b": g\n"
 """The line of an event that is complete only with the next one."""
 ANSWER_FIELD = "answer_so_far"
 """Of the body of a request: the lines of a stream that another worker has begun, with semicolons
-between them. The worker sends what comes next, as if it had sent the stream up to there."""
+between them. The worker continues, as if it had sent the stream up to there."""
 CHECKS = "/v1/check"
 """Begins the paths at which a worker checks a request without generating: it responds with
 `prompt_tokens`, or as it would refuse the request."""
@@ -93,7 +93,7 @@ CountsByReason = Annotated[dict[_Reason, Count], Field(max_length=64)]
 
 
 def _check_speed(speed: float) -> float:
-    """Return a speed, or 0 for one that is too slow to be a measurement and to divide by."""
+    """Return a speed, or 0 if it is too low to be a measurement or a divisor."""
     return speed if speed >= 0.001 else 0.0
 
 
@@ -109,9 +109,9 @@ def speaks(protocol: int) -> bool:
 
 
 def salted_scope(scope: str, digest: str) -> str:
-    """Return the name of the part of an isolation scope that a `cache_salt` of this digest names.
+    """Return the name of the part of an isolation scope for a `cache_salt` of this digest.
 
-    A worker that deletes a scope deletes its parts too, of which no gateway has a list.
+    A worker that deletes a scope deletes its parts too, which no gateway lists.
     """
     return f"{scope}{_SALT_MARK}{digest}"
 
@@ -137,7 +137,7 @@ def build_records() -> None:
 
 
 class NodeSource(Record):
-    """A worker that may have read what the prompt of a request begins with."""
+    """A worker that may have read the beginning of a request's prompt."""
 
     url: BaseUrl
     tokens: Count
@@ -150,7 +150,7 @@ class DraftSource(StrEnum):
     HEAD = "head"
     """The MTP head."""
     LOOKUP = "lookup"
-    """What followed the same tokens before: in the prompt, the answer or an earlier answer."""
+    """The tokens that followed the same ones before: in the prompt, this or an earlier answer."""
     FORCED = "forced"
     """The only token that the grammar of the answer allows."""
 
@@ -172,7 +172,7 @@ class Speculation(Record):
     """Draft tokens lost to a failure of the draft head or of the verification."""
     histogram: tuple[Count, ...] = Field(default=(), max_length=MAX_DRAFT_TOKENS + 1)
     drafted_by_source: CountsByReason = Field(default_factory=dict)
-    """`drafted` by `DraftSource`; empty from a worker that does not tell."""
+    """`drafted` by `DraftSource`; empty from a worker that does not report it."""
     accepted_by_source: CountsByReason = Field(default_factory=dict)
 
     @property
@@ -283,7 +283,7 @@ class PrefixCounts(Counters):
     cached_tokens: Count = 0
     """Prompt tokens read from the cache."""
     tokens_by_kind: CountsByReason = Field(default_factory=dict)
-    """These tokens by what they are: of a `system` prompt, of a `conversation`, from `disk`, or
+    """These tokens by kind: from a `system` prompt, a `conversation`, from `disk`, or
     `moved` from another worker."""
     moves: CountsByReason = Field(default_factory=dict)
     """Transfers from other workers: `moved`, or why they ended before (`absent`, `slower` ...)."""
@@ -311,7 +311,7 @@ POOLING_LANES: Mapping[str, Endpoint] = {
     Endpoint.EMBEDDINGS.value: Endpoint.EMBEDDINGS,
     Endpoint.RERANK.value: Endpoint.RERANK,
 }
-"""The lanes of embedders and rerankers, each with the endpoint that it serves alone; a lane of any
+"""The lanes of embedders and rerankers, each with its only endpoint; a lane of any
 other name generates text."""
 
 
@@ -359,9 +359,9 @@ class LaneReport(Record):
     prompt_tokens: Count = 0
     completion_tokens: Count = 0
     steps: Count = 0
-    """Steps of decoding, each of one batch."""
+    """Decoding steps, each for one batch."""
     steps_ahead: Count = 0
-    """Those that the worker read while the device computed another one."""
+    """Steps that the worker read while the device computed another one."""
 
     def __add__(self, later: LaneReport) -> LaneReport:
         """Return the later report with the sums of the counts."""
@@ -375,14 +375,14 @@ class LaneReport(Record):
 
 
 def _check_unique(lanes: tuple[LaneReport, ...]) -> tuple[LaneReport, ...]:
-    """Reject lanes that nothing can tell apart."""
+    """Reject lanes with the same name."""
     if len({lane.name for lane in lanes}) < len(lanes):
         raise ValueError("two lanes have the same name")
     return lanes
 
 
 class StartStage(StrEnum):
-    """A stage of the start of a worker, in order; a worker skips those that it does not need."""
+    """A stage of the start of a worker, in order; a worker skips unnecessary ones."""
 
     DOWNLOAD = "download"
     WEIGHTS = "weights"
@@ -427,7 +427,7 @@ class StartProgress(Record):
 
 
 class SamplingDefaults(Record):
-    """Sampling values that the makers of a model recommend; None for those that they do not."""
+    """Sampling values that the makers of a model recommend; None for others."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -436,7 +436,7 @@ class SamplingDefaults(Record):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
 
     def sampling(self) -> Sampling:
-        """Return the values for requests that have none, with OpenAI's for all others."""
+        """Return the defaults for requests, with OpenAI's for missing values."""
         return Sampling(**self.model_dump(exclude_none=True))
 
 
@@ -463,16 +463,16 @@ class WorkerReport(Record):
     """Of the model's `generation_config.json`."""
     constrains_calls: bool = True
     """Whether tools with `strict`, or with a grammar, hold calls that the model may write; older
-    workers do not tell."""
+    workers do not report it."""
     system_inside: bool | None = None
     """Whether the chat template takes a system message behind others; else the worker renders it as
-    words of the user in its place. Engines of other kinds, and older workers, do not tell."""
+    words of the user in its place. Engines of other kinds, and older workers, do not report it."""
     sees_pictures: bool = True
-    """Whether the model takes pictures; older workers do not tell."""
+    """Whether the model reads pictures; older workers do not report it."""
     ready: bool = True
     draining: bool = False
     start: StartProgress | None = None
-    """None once the worker has started; a worker that starts is not ready and has no lanes yet."""
+    """None once the worker has started; until then it is not ready and lists no lanes."""
     group_size: Annotated[int, Field(ge=1, le=1024)] = 1
     """Machines that serve the model together; `memory_bytes` and its limit are their sums."""
     memory_bytes: Count = 0
@@ -481,7 +481,7 @@ class WorkerReport(Record):
     footprint_bytes: Count = 0
     """Memory of the whole process, as the kernel counts it."""
     footprint_limit_bytes: Count = 0
-    """What the process may take of this machine now; 0 if unknown."""
+    """The limit of the process on this machine now; 0 if unknown."""
     memory_pressure: _Reason = "normal"
     """`normal`, `high` (new rows wait) or `CRITICAL_PRESSURE` (the worker refuses requests)."""
     failed_allocations: Count = 0
@@ -501,7 +501,7 @@ class WorkerReport(Record):
     ]
 
     def bare(self) -> WorkerReport:
-        """Return what identifies a worker that gets no requests: no load, no counts."""
+        """Return the identity of a worker without requests: no load, no counts."""
         bare = {"ready": False, "start": None, "lanes": (), "prefixes": (), "evicted_prefixes": ()}
         return self.model_copy(update=bare)
 

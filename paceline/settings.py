@@ -49,7 +49,7 @@ def load_layered(
         raise InvalidSettings(f"The configuration file {config} does not exist.")
     for variable, value in os.environ.items():
         if variable.startswith("PACELINE_") and _REFERENCE.search(value):
-            raise InvalidSettings(f"{variable} names another variable, and Paceline replaces none.")
+            raise InvalidSettings(f"{variable} names a variable, which Paceline does not expand.")
     file = _file_source(settings, config or _DEFAULT_FILE, section)
 
     class Layered(settings):  # type: ignore[valid-type, misc]  # mypy takes no variable for a base
@@ -70,7 +70,7 @@ def load_layered(
 
 
 def unknown_variables(settings: type[BaseSettings]) -> list[str]:
-    """Return a warning for each variable that is named like one of these settings and is none."""
+    """Return a warning for each unknown variable with the prefix of these settings."""
     prefix, known = settings.model_config.get("env_prefix", ""), settings.model_fields
     warnings = []
     for name in sorted(os.environ):
@@ -81,7 +81,7 @@ def unknown_variables(settings: type[BaseSettings]) -> list[str]:
             continue
         near = closest(rest, known).upper()
         advice = f"did you mean {prefix}{near}?" if near else "and it has no effect."
-        warnings.append(f"{printable(name[:128])} is no setting, {advice}")
+        warnings.append(f"{printable(name[:128])} is not a setting, {advice}")
     return warnings
 
 
@@ -93,8 +93,8 @@ def _file_source(
         for path, text in _texts(source(), ()):
             if _REFERENCE.search(text):
                 raise InvalidSettings(
-                    f"'{path}' in the configuration file {file} names a variable, and Paceline "
-                    "replaces none there. Write the value, or set it in the environment."
+                    f"'{path}' in the configuration file {file} names a variable, which "
+                    "Paceline does not expand. Write the value, or set it in the environment."
                 )
         return (source,)
     except KeyError:  # the section is not in the file

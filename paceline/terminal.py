@@ -1,4 +1,4 @@
-"""What processes print: text without control characters, logs, and how far a worker's start is.
+"""The output of processes: text without control characters, logs, and start progress.
 
 A log has a line for machines, `redis.degraded part=keys problem=...`. A terminal shows a person the
 same event as a sentence.
@@ -39,21 +39,21 @@ def printable(text: str) -> str:
 TERMINAL_VARIABLE = "PACELINE_TERMINAL"
 """Set by a parent process that shows the log of its child on a terminal."""
 _SENTENCES = {
-    "access_log.lines_lost": "{lines} lines of the access log are lost: {reason}.",
+    "access_log.lines_lost": "{lines} lines of the access log were lost: {reason}.",
     "answer.broken": "A worker sent a broken answer to request {request}.",
     "attempt.failed": "Request {request} failed on {worker} ({code}).",
     "attempt.lost": "The worker at {url} closed the connection of a request.",
-    "attempt.unreachable": "No connection to the worker at {address}.",
-    "engine.died": "The engine died, and the worker ends with it.",
-    "fleet.id_taken": "Another worker, at {url}, asks for the id {worker} and does not get it.",
+    "attempt.unreachable": "The gateway cannot connect to the worker at {address}.",
+    "engine.died": "The engine has died, so the worker exits.",
+    "fleet.id_taken": "Another worker at {url} tried to join with the id {worker}, which is taken.",
     "fleet.joined": "{worker} has joined and serves {model}.",
     "fleet.lost": "{worker} is gone: {text}.",
     "fleet.returned": "{worker} is back after {away_s:.0f} s.",
-    "fleet.full": "{workers} workers have joined, and there is no room for {rejected}.",
-    "key.ended_in_use": "The key {key} has ended, and {address} still uses it.",
-    "heartbeat.failed": "The gateway does not hear this worker, which tries again: {text}",
-    "heartbeat.recovered": "The gateway hears this worker again: {gateway}.",
-    "gateway.unreachable": "The worker waits for its gateway. {text}",
+    "fleet.full": "{workers} workers have joined, so the gateway rejects {rejected}.",
+    "key.ended_in_use": "The key {key} has ended, but {address} still uses it.",
+    "heartbeat.failed": "The gateway gets no heartbeats from this worker, which retries: {text}",
+    "heartbeat.recovered": "The gateway gets this worker's heartbeats again: {gateway}.",
+    "gateway.unreachable": "The worker is waiting for its gateway. {text}",
     "mtp_head.tested": "{text}",
     "key.changed": "The key {key} has been changed.",
     "key.created": "The key {key} has been created.",
@@ -63,20 +63,20 @@ _SENTENCES = {
     "policy.warning": "Version {version} of the policy: {message}",
     "policy_file.rejected": "The policy file {file} is not applied: {problems}",
     "queue.flooded": "{client} has {waiting} requests in the queue of {pool}.",
-    "record.skipped": "A stored record is not in force: {kind} {name}: {why}",
-    "records.unwritable": "{problem} Edits are refused until that ends.",
+    "record.skipped": "A stored record is not active: {kind} {name}: {why}",
+    "records.unwritable": "{problem} The gateway refuses edits until this is fixed.",
     "records.writable": "{path} can be written again.",
-    "redis.degraded": "{problem} This gateway goes on alone until that ends.",
+    "redis.degraded": "{problem} This gateway continues by itself until this is fixed.",
     "redis.recovered": "Redis works again.",
     "report.failed": "{worker} does not report its state: {error}",
-    "request.broken": "Request {request} failed by a fault of the gateway.",
-    "request.failed": "Request {request_id} failed by a fault of the worker.",
+    "request.broken": "Request {request} failed because of a bug in the gateway.",
+    "request.failed": "Request {request_id} failed because of a bug in the worker.",
     "stream.broken": "The stream of request {request} broke: {why}.",
-    "stream.cut": "The stream of request {request} broke off.",
+    "stream.cut": "The stream of request {request} broke.",
     "worker.busy": "{worker} is busy and gets no requests for {pause_s:.1f} s.",
     "worker.cordoned": "{author} has cordoned {worker}, which gets no new requests.",
-    "worker.draining": "Ending: running answers finish first. Ctrl-C again ends at once.",
-    "worker.ejected": "{worker} gets no requests for a while: {reason}.",
+    "worker.draining": "Shutting down: running answers finish first. Ctrl-C again stops at once.",
+    "worker.ejected": "{worker} gets no requests for now: {reason}.",
     "worker.healthy": "{worker} works again.",
     "worker.joined": "Joined {gateway}.",
     "worker.leave_failed": "The gateway does not answer: {text}",
@@ -86,7 +86,7 @@ _SENTENCES = {
     "worker.unhealthy": "{worker} does not work: {reason}.",
     "worker.unreachable": "This gateway cannot connect to {worker}. {text}",
 }
-"""Events as sentences; `text` is what follows the fields of a log line."""
+"""Events as sentences; `text` is the rest of a log line after its fields."""
 _SPEED_WINDOW_S = 6.0
 _EVENT = re.compile(r"([a-z_]+\.[a-z_]+)\b(?:, [a-z]+)?(.*)", re.DOTALL)
 _FIELD = re.compile(r"(\w+)=%")
@@ -112,7 +112,7 @@ def _faults(fault: traceback.TracebackException) -> Iterator[str]:
     before = fault.__cause__ or (None if fault.__suppress_context__ else fault.__context__)
     if before is not None:
         yield from _faults(before)
-        yield "\n\nThe next fault comes of it:\n"
+        yield "\n\nThe next exception was caused by it:\n"
     yield from ("Traceback (most recent call last):\n", *fault.stack.format())
     yield getattr(fault.exc_type, "__name__", "")
     for part in fault.exceptions or ():
@@ -143,7 +143,7 @@ class _TerminalFormatter(LogFormatter):
 
 
 class _ForPeople(logging.Filter):
-    """Passes warnings, and of the notes those that have a sentence; tracebacks of faults alone."""
+    """Passes warnings, notes with a sentence, and tracebacks only of bugs."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         event = _EVENT.match(record.getMessage())

@@ -1,6 +1,6 @@
 """Keep a Mac awake while requests run: macOS counts no request, and sleeps in the middle of one.
 
-The tests use a scripted `caffeinate`: nobody has tried this on a Mac yet. Nothing holds off a sleep
+The tests use a scripted `caffeinate`: this has not been tested on a Mac. Nothing holds off a sleep
 that a person or a closed lid starts. It sends no signal; only IOKit (`IORegisterForSystemPower`)
 announces it, which this module does not ask. After the wake, a heartbeat joins within ten seconds.
 """

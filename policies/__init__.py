@@ -1,1 +1,1 @@
-"""The routing policy: what it may look at, how it is written, and how it decides."""
+"""The routing policy: its inputs, its document and its decisions."""

@@ -1,4 +1,4 @@
-"""The compiled form of a policy: what each route accepts of the properties of a request.
+"""The compiled form of a policy: the properties of requests that each route accepts.
 
 A request is read once, however many routes have conditions on the same property.
 """
@@ -66,7 +66,7 @@ _READERS: Mapping[str, _Read] = {
     "messages": attrgetter("profile.messages"),
     "times": attrgetter("caller.minute_of_week"),
 }
-"""What a condition is about, by its field in `When` or `Features`."""
+"""The property that a condition tests, by its field in `When` or `Features`."""
 
 
 class _AnyMedia(NamedTuple):
@@ -94,7 +94,7 @@ class CompiledPolicy(NamedTuple):
     readers: tuple[_Read, ...]
     """The properties of a request that conditions use."""
     conditions: tuple[tuple[tuple[int, Container[Any]], ...], ...]
-    """For each route the properties, by index, and the values of which one must match."""
+    """For each route the properties, by index, and their matching values."""
     aliases: Mapping[str, str]
     """Alias -> model."""
     sampling: Mapping[str, Mapping[str, Any]]

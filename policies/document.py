@@ -45,7 +45,7 @@ class Problem(NamedTuple):
     field: str
     """The path of the field, such as routes.pictures.when.media; empty for the whole document.
 
-    An entry of a list is written as its name, or as #1, #2 and so on if it has none.
+    An entry of a list is written as its name, or as #1, #2 and so on without one.
     """
     message: str
     line: int | None = None
@@ -146,7 +146,7 @@ class PolicyDocument(Section):
                     yield (*at, "when", "model", number), f"'{model}' is an alias"
             always = route.when == When()
             if always and index < len(self.routes) - 1:
-                yield at, "it matches every request, so later routes are never reached"
+                yield at, "it matches every request, so later routes have no effect"
             if not always and index == len(self.routes) - 1:
                 yield (*at, "when"), "the last route must match every request"
 
@@ -238,7 +238,7 @@ def _path(document: Any, place: Iterable[Any]) -> FieldPath:
 
 
 def _field(document: Any, path: FieldPath) -> str:
-    """Return a path as text, in which an entry of a list has its name instead of its index."""
+    """Return a path as text, with the names of list entries instead of their indexes."""
     steps: list[str] = []
     at = document
     for step in path:

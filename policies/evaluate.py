@@ -43,7 +43,7 @@ def sampling_defaults(
 ) -> Sampling:
     """Return the values for sampling fields that a request to this model omits.
 
-    The policy decides, else what the workers report of the model, else OpenAI's defaults.
+    The policy decides, else the workers' report of the model, else OpenAI's defaults.
     """
     defaults = reported.get(model, OPENAI_DEFAULTS)
     given = policy.compiled.sampling.get(model)

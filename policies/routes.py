@@ -53,7 +53,7 @@ def _read_hours(value: Any) -> str:
     if not isinstance(value, str) or not re.match(_HOURS, value):
         raise PydanticCustomError("hours", "it must have the form 22:00-06:00")
     if len(set(value.split("-"))) == 1:
-        raise PydanticCustomError("hours", "it begins and ends at the same minute")
+        raise PydanticCustomError("hours", "it begins and ends in the same minute")
     return value
 
 
@@ -119,9 +119,9 @@ class When(Section):
     """The conditions of a route: all given must match; of a list, one is enough."""
 
     endpoint: OneOrMore[EndpointName] | None = None
-    """What the request asks for; Messages and Responses are chats."""
+    """The endpoint of the request; Messages and Responses are chats."""
     media: Media | None = None
-    """Whether the request contains media; or the kinds of which it must contain one."""
+    """Whether the request contains media, or the kinds that match."""
     mtp_eligible: bool | None = None
     """Whether the request may run in the speculative lane."""
     greedy: bool | None = None
@@ -147,7 +147,7 @@ class When(Section):
     hours: Hours | None = None
     """Local time of the gateway, such as 22:00-06:00; the end is excluded."""
     days: OneOrMore[Day] | None = None
-    """Days of the week; hours past midnight belong to the day on which they begin."""
+    """Days of the week; hours past midnight belong to the day when they begin."""
 
     @property
     def times(self) -> tuple[tuple[int, ...], int] | None:

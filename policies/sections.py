@@ -101,8 +101,8 @@ class PrefixPolicy(Section):
     isolation: Literal["key", "team", "none"] = "team"
     """The clients that share cached prompts: with the same key, of the same team, or (none) all.
 
-    A key without a team is alone. A client can detect by the time to the first token that another
-    client of its group uses the same prompt.
+    A key without a team shares with nobody. A client can detect by the time to the first token that
+    another client of its group uses the same prompt.
     """
     ttl_s: float = Field(default=900.0, gt=0)
     """How long a worker is preferred after the last use of the prompt."""
@@ -178,7 +178,7 @@ class Pool(Section):
 
 
 class ToolRules(Section):
-    """What becomes of tools that only the servers of OpenAI or Anthropic run."""
+    """The handling of tools that only the servers of OpenAI or Anthropic run."""
 
     hosted: Literal["ignore", "refuse"] = "ignore"
     """Web search and the like in `/v1/responses` and `/v1/messages`.
@@ -203,7 +203,7 @@ class MediaRules(Section):
     """Bounds of the media in one request."""
 
     kinds: Annotated[tuple[MediaKind, ...], Field(strict=False)] = MEDIA_KINDS
-    """The allowed kinds; an empty list allows text alone."""
+    """The allowed kinds; an empty list allows only text."""
     pictures: int = Field(default=PICTURES_LIMIT, ge=0, le=PICTURES_LIMIT)
     """The number of pictures in one request."""
     pixels: int = Field(default=PIXELS_LIMIT, ge=1, le=PIXELS_LIMIT)
@@ -211,14 +211,14 @@ class MediaRules(Section):
 
 
 class Retries(Section):
-    """Retries and failover: what becomes of a request whose worker fails."""
+    """Retries and failover of requests whose worker fails."""
 
     share: float = Field(default=0.2, ge=0, le=1)
     """The share of all active requests that further attempts may begin at once; others wait."""
     at_least: int = Field(default=3, ge=0)
     """The number that may always begin at once, however few requests are active."""
     per_request: int = Field(default=2, ge=0, le=8)
-    """How often a request goes on at another worker after one that had begun it has failed."""
+    """How often a request may continue at another worker after a failure."""
 
 
 _TEXT_FIELDS = {
@@ -253,13 +253,13 @@ def _check_media(profile: RequestProfile, media: MediaRules) -> None:
     for kind in counts:
         if kind not in media.kinds:
             allowed = ", ".join(("text", *media.kinds))
-            raise FieldError("messages", f"'{kind}' content is not allowed, only: {allowed}.")
+            raise FieldError("messages", f"'{kind}' content is not allowed. Allowed: {allowed}.")
     if counts.get("image", 0) > media.pictures:
         raise FieldError("messages", f"A request may contain at most {media.pictures} pictures.")
     if profile.pixels > media.pixels:
         raise FieldError(
             "messages",
-            f"The pictures of a request may have at most {media.pixels} pixels together.",
+            f"The pictures of a request may have at most {media.pixels} pixels in total.",
         )
 
 
@@ -267,8 +267,8 @@ class MetricsRules(Section):
     """The responses that contain `metrics`, in vLLM's form."""
 
     include: Literal["on_request", "with_usage", "always"] = "with_usage"
-    """on_request: responses whose request has `"metrics": "summary"`; with_usage: also those that
-    contain usage; always: also the last chunk of every stream."""
+    """on_request: responses whose request has `"metrics": "summary"`; with_usage: also responses
+    that contain usage; always: also the last chunk of every stream."""
 
     def included_in(self, *, requested: bool, usage: bool) -> bool:
         """Return whether a response contains metrics."""

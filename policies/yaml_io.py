@@ -26,16 +26,14 @@ _REASONS = {
     ("while scanning for the next token", ""): "a text that begins with '@', '`' or '%' needs "
     "quotation marks",
     ("while scanning an a", ""): "a text that begins with '*' or '&' needs quotation marks",
-    ("while parsing a block mapping", ""): "expected 'field: value', indented as line {begins}, "
-    "where its block begins",
-    ("while parsing a block collection", ""): "expected '- ', indented as line {begins}, where "
-    "its list begins",
+    ("while parsing a block mapping", ""): "expected 'field: value', indented like line {begins}",
+    ("while parsing a block collection", ""): "expected '- ', indented like line {begins}",
     ("while parsing a block node", ""): "a value is missing in this line",
-    ("expected a single document", ""): "a second document begins here; a policy is one document",
+    ("expected a single document", ""): "a second document begins here; a policy is only one",
     ("while constructing a mapping", "unhashable"): "the name of a field must be text",
     ("", "mapping values are not allowed"): "this ':' is not possible here: check the "
     "indentation, and put quotation marks around a text that contains ': '",
-    ("", "constructor for the tag"): "a policy has no tags such as '!name'",
+    ("", "constructor for the tag"): "a policy cannot have tags such as '!name'",
 }
 # The place where these begin is the one to look at.
 _AT_BEGIN = ("while scanning a quoted scalar", "while scanning a simple key")
@@ -117,7 +115,7 @@ def _lines(parent: tuple[str, ...], node: yaml.Node) -> Iterator[tuple[tuple[str
 
 
 def _invalid(error: yaml.MarkedYAMLError, text: str) -> YamlInvalid:
-    """Describe an error of the parser: what is wrong, and the line to look at."""
+    """Describe an error of the parser and its line."""
     found, begun = error.problem_mark, error.context_mark
     line = found.line + 1 if found else None
     begins = begun.line + 1 if begun else line
@@ -134,7 +132,7 @@ def _invalid(error: yaml.MarkedYAMLError, text: str) -> YamlInvalid:
     for (of_context, of_problem), reason in _REASONS.items():
         if context.startswith(of_context) and of_problem in problem:
             if character in ("]", "}") and of_context.startswith("while parsing"):
-                return YamlInvalid(f"this '{character}' closes no bracket", line)
+                return YamlInvalid(f"this '{character}' does not close a bracket", line)
             if character == "\t":
                 return YamlInvalid("a tab cannot indent a line; use spaces", line)
             return YamlInvalid(

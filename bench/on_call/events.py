@@ -234,7 +234,7 @@ EVENTS: Final = (
         happening=_wrong_policy,
         pictured="/admin#policy",
         page="did you mean 'to'",
-        command="The policy file is not in force",
+        command="The policy file is not active",
         log="policy_file.rejected",
         metric=r"paceline_policy_file_refused 1\.0",
     ),

@@ -49,7 +49,7 @@ DATA_KEY, ADMIN_KEY, JOIN_TOKEN, _NO_KEY = "dataKey", "adminKey", "joinToken", "
 _SCHEMES = {
     DATA_KEY: "An API key, or the admin key.",
     ADMIN_KEY: "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
-    JOIN_TOKEN: "The token with which workers join, or that of one paired worker.",
+    JOIN_TOKEN: "The token that workers need to join, or that of one paired worker.",
 }
 _ANTHROPIC = b"anthropic-"
 _BODY_LIMIT_BYTES = 256 * 1024

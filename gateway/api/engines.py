@@ -38,7 +38,7 @@ class ModelDetails(TypedDict):
     engine_name: str
     """At the engine."""
     loaded: bool
-    """It is in memory, as far as the engine tells."""
+    """It is in memory, according to the engine."""
     load_s: float
     """The estimated time to load it; 0 if it is in memory."""
     context_tokens: int
@@ -48,7 +48,7 @@ class ModelDetails(TypedDict):
 
 
 class EngineDetails(TypedDict):
-    """One engine as the gateway knows it; one that has not answered yet has no models."""
+    """One engine as the gateway sees it, without models until it has answered."""
 
     id: str
     kind: str
@@ -65,7 +65,7 @@ class EngineDetails(TypedDict):
     isolation: Literal["cache_salt", "no reuse", "none"]
     """How it keeps the cached prompts of isolation scopes apart."""
     drafts: bool
-    """It decodes speculatively, as far as it tells."""
+    """It decodes speculatively, according to the engine."""
     api_key_env: str
     """The environment variable of its API key at the gateway; empty if it needs none."""
 
@@ -78,7 +78,7 @@ class Engines(TypedDict):
 
 @router.get("", responses=failures(*FOR_ADMINS, *STORED))
 async def show_all(gateway: CurrentGateway) -> Engines:
-    """Show the engines of the settings and those that admins have joined."""
+    """Show the engines in the settings and the joined ones."""
     await gateway.engine_records.refresh()
     return {"engines": [_details(gateway, one) for one in gateway.engine_watch.engines.values()]}
 

@@ -64,13 +64,13 @@ class Explanation(TypedDict):
     servable: bool
     candidates: list[dict[str, Any]]
     checked: bool
-    """Whether a worker has checked the body; one that is not Paceline's does not."""
+    """Whether a worker has checked the body; only Paceline's workers do."""
     prompt_tokens: NotRequired[int]
     refusal: NotRequired[Refusal]
-    """The error with which the worker would refuse the body; then it is not servable."""
+    """The worker's error if it would refuse the body, which is then not servable."""
     unavailable: dict[str, str]
-    """The workers that receive no requests now, each with its state, and those of the model that do
-    not take what the request asks for, each with `lacks` and that."""
+    """The workers that receive no requests now, each with its state, and the model's workers
+    without a requested feature, each with `lacks` and the feature."""
     spill_after_s: NotRequired[float]
     pool: NotRequired[str]
     worker: NotRequired[str]
@@ -133,7 +133,7 @@ def _wire_format(
     policy: PolicyDocument,
     fleet: FleetView,
 ) -> WireFormat:
-    """Return the format of a body, by what only it has, its headers, or what its model serves."""
+    """Return the format of a body, by its fields, its headers, or the endpoints of its model."""
     if "query" in body:
         return RERANK
     if "input" in body:
@@ -155,7 +155,7 @@ async def _check(
     encoded: Pieces,
     explanation: Explanation,
 ) -> GatewayError | None:
-    """Let the worker check the request; return its error if it refuses what we cannot judge."""
+    """Let the worker check the request; return its error if it refuses the request."""
     worker = gateway.fleet.get(candidate.worker_id)
     if worker is None or not worker.backend.sends_reports:
         return None

@@ -39,14 +39,14 @@ class Gauges(Collector):
             ("requests_in_flight", "Requests in progress.", load.requests),
             (
                 "memory_held_bytes",
-                "Memory that is held for clients, of 1 GiB at most.",
+                "Memory that the gateway holds for clients, at most 1 GiB.",
                 gateway.memory.held_bytes,
             ),
             ("event_loop_lag_seconds", lag, load.lag.worst_s),
             ("quarantined_bodies", quarantined, len(self._forwarder.quarantine)),
             (
                 "policy_version",
-                "The version of the policy that is active.",
+                "The active version of the policy.",
                 gateway.policy_store.version.number,
             ),
             ("start_time_seconds", started, gateway.wall() - gateway.clock() + gateway.began_s),
@@ -71,9 +71,9 @@ class Gauges(Collector):
 
     def _workers(self) -> Iterable[Metric]:
         fleet = self._gateway.fleet
-        available = _gauge("worker_available", "1 if the worker is given requests.", "worker")
+        available = _gauge("worker_available", "1 if the worker gets requests.", "worker")
         cordoned = _gauge("worker_cordoned", "1 if an admin has cordoned the worker.", "worker")
-        taken = _gauge("worker_id_taken", "1 if another worker asks for its id.", "worker")
+        taken = _gauge("worker_id_taken", "1 if another worker wants its id.", "worker")
         ejections = _gauge(
             "worker_ejections", "Ejections in a row, without a recovery between them.", "worker"
         )

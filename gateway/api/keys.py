@@ -34,7 +34,7 @@ class Key(KeyTerms):
     revoked_at: AwareDatetime | None
     state: Literal["active", "expired", "revoked"]
     refused: int = 0
-    """How often a secret of the key that has ended was offered, as far as the last errors tell."""
+    """How often clients offered a secret of the ended key, according to the last errors."""
     refused_at: str | None = None
     refused_from: str = ""
     """The address that offered it last."""
@@ -107,7 +107,7 @@ async def revoke(name: str, gateway: CurrentGateway) -> Key:
 def _terms(
     before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway, key_id: str = ""
 ) -> KeyTerms:
-    """Apply a JSON Merge Patch, in which null means the default; raise `FieldInvalid`."""
+    """Apply a JSON Merge Patch, where null means the default; raise `FieldInvalid`."""
     both = {**before, **patch}
     known = KeyTerms.model_fields
     merged = {name: both[name] for name in both if both[name] is not None or name not in known}

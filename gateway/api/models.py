@@ -33,9 +33,9 @@ class ModelSampling(TypedDict):
 class ServedModel(TypedDict):
     """A model in OpenAI's shape; `root` is the model behind an alias.
 
-    `max_model_len` is vLLM's name of the context length. `endpoints` lists what the model serves
-    now, as a policy names it. `sampling` has the values of requests that name none: the policy's,
-    else those of the model's `generation_config.json`, else OpenAI's.
+    `max_model_len` is vLLM's name of the context length. `endpoints` lists the endpoints that the
+    model serves now, by their names in a policy. `sampling` has the values for requests that omit
+    them: the policy's, else those of the model's `generation_config.json`, else OpenAI's.
     """
 
     id: str
@@ -117,7 +117,7 @@ def _anthropic_model(gateway: Gateway, name: str, root: str) -> dict[str, str | 
 
 
 def _context_tokens(gateway: Gateway, root: str) -> int | None:
-    """Return the context that each worker of a model has at least; None if no worker tells."""
+    """Return the context that each worker of a model has at least; None if no worker reports it."""
     contexts = [
         one.backend.model(root).context_tokens
         if isinstance(one.backend, OpenAIEngine)

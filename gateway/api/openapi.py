@@ -32,7 +32,7 @@ MESSAGES_ERROR = "MessagesError"
 Responses = dict[int | str, dict[str, Any]]
 ERROR_SCHEMA = {
     "type": "object",
-    "description": "OpenAI's shape; the last event of a broken stream has it too.",
+    "description": "OpenAI's format; the last event of a broken stream has it too.",
     "required": ["error"],
     "additionalProperties": False,
     "properties": {
@@ -43,7 +43,7 @@ ERROR_SCHEMA = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                "param": {"type": ["string", "null"], "description": "The wrong field."},
                 "code": {"type": "string"},
             },
         }
@@ -68,7 +68,7 @@ STORED = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
 
 _NO_KEY = ""
 _TAGS = {
-    DATA_KEY: ("For clients", "With an API key, once there is one."),
+    DATA_KEY: ("For clients", "With an API key, if the gateway has any."),
     _NO_KEY: ("For everyone", "Without a key."),
     ADMIN_KEY: ("For admins", "With the admin key."),
     JOIN_TOKEN: ("For workers", "With the join token, or the token of a paired worker."),
@@ -77,7 +77,7 @@ _TAGS = {
 
 
 def failures(*known: type[ApiError], shape: str = "Error") -> Responses:
-    """Describe the responses of these errors and of those that every route may return."""
+    """Describe the responses of these errors and of the errors that every route may return."""
     statuses: dict[int, list[str]] = {}
     for error in sorted({*known, *EVERYWHERE}, key=lambda one: (one.status, one.__name__)):
         meaning = (error.__doc__ or "").partition("\n")[0]

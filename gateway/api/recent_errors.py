@@ -28,10 +28,10 @@ class FailedRequest(TypedDict):
     request_id: str
     """Of the last one."""
     key: str
-    """The id of the API key, also of one that has ended; empty without one."""
+    """The id of the API key, also if the key has ended; empty without a key."""
     key_name: str
     address: str
-    """Of the client; behind a proxy, as the proxy tells it."""
+    """Of the client; behind a proxy, as the proxy reports it."""
     model: str
     """Empty if the request was rejected before its model was known."""
     worker: str

@@ -94,7 +94,7 @@ Page = Annotated[PageRequest, Query()]
 
 
 class Deleted(TypedDict):
-    """What was deleted."""
+    """The deleted item."""
 
     id: str
     object: str
@@ -120,7 +120,7 @@ class ItemList(TypedDict):
 
 @router.post("/compact", responses=failures(*FOR_CLIENTS, errors.EndpointUnserved))
 async def compact() -> None:
-    """Refuse to compact a conversation: only OpenAI's models read what that returns."""
+    """Refuse to compact a conversation: only OpenAI's models read the result."""
     raise errors.EndpointUnserved(
         "This gateway does not serve /v1/responses/compact. Ask the model for a summary, or "
         "set 'truncation' to 'auto'."
@@ -174,7 +174,7 @@ async def show(
         if running is None or running.log is None:
             await kept.get("Response", owner, response_id)
             raise errors.FieldInvalid(
-                "Only a response in the background of this gateway can be streamed again.",
+                "Only a background response of this gateway can be streamed again.",
                 param="stream",
             )
         hold.add(FOLLOWER_BYTES)
@@ -189,7 +189,7 @@ async def show(
 async def delete(
     response_id: str, owner: Owner, service: CurrentService, kept: CurrentKept
 ) -> Deleted:
-    """Delete a kept response; one that still runs in the background is cancelled."""
+    """Delete a kept response; cancel it if it still runs in the background."""
     if (running := service.background(owner, response_id)) is not None:
         await running.cancel()
         service.forget(running)
@@ -207,11 +207,11 @@ async def cancel(
     record = await kept.get("Response", owner, response_id)
     if not record["response"]["background"]:
         raise errors.FieldInvalid(
-            "Only a response in the background can be cancelled.", param="response_id"
+            "Only a background response can be cancelled.", param="response_id"
         )
     if running is None and record["response"]["status"] in ("queued", "in_progress"):
         raise errors.FieldInvalid(
-            "The response runs at another gateway, which alone can cancel it.",
+            "The response runs at another gateway, and only that gateway can cancel it.",
             param="response_id",
         )
     return _shown_response(record)
@@ -340,7 +340,7 @@ def _new_items(given: Any) -> list[Item]:
 
 
 def _checked(read: Callable[..., Result], *given: Any) -> Result:
-    """Return what a function reads; raise `FieldInvalid` where it raises `FieldError`."""
+    """Return a function's result; raise `FieldInvalid` where it raises `FieldError`."""
     try:
         return read(*given)
     except FieldError as error:

@@ -50,7 +50,7 @@ _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
 
 
 class StatusService:
-    """What one gateway shows of its state."""
+    """The state of one gateway."""
 
     def __init__(self, gateway: Gateway, proxy: ProxyHandler) -> None:
         self._gateway = gateway
@@ -137,7 +137,7 @@ async def readyz(gateway: CurrentGateway) -> PlainTextResponse:
         return PlainTextResponse("stopping\n", status_code=503)
     if not gateway.fleet.view().workers:
         return PlainTextResponse(f"{unready_workers(gateway.fleet)}\n", status_code=503)
-    refused = "The policy file is not in force." if gateway.policy_file.rejection else ""
+    refused = "The policy file is not active." if gateway.policy_file.rejection else ""
     why = f"{gateway.cluster_sync.problems} {refused}".strip()
     return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 

@@ -69,7 +69,7 @@ class LaneLoad(TypedDict):
 
 
 class WorkerDetails(TypedDict):
-    """The state of one worker; one that is gone has no lanes, and after a day no URL."""
+    """The state of one worker; a missing worker lacks lanes, and after a day its URL."""
 
     worker_id: str
     state: str
@@ -96,7 +96,7 @@ class WorkerDetails(TypedDict):
 
 
 class Joining(TypedDict):
-    """What the commands name by which a Mac joins."""
+    """The values in the commands that join a Mac."""
 
     url: str
     """The address of the gateway for other machines; empty if it listens for this one only."""
@@ -129,9 +129,9 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
     if report.worker_id != worker_id:
         raise FieldInvalid("The path names another worker than the report.", param="worker_id")
     if report.boot_id.startswith(EARLIER_BOOTS):
-        raise FieldInvalid("'boot_id' is the name of a sum.", param="boot_id")
+        raise FieldInvalid("'boot_id' is a reserved name.", param="boot_id")
     if worker_id == GONE_WORKERS:
-        raise FieldInvalid("'worker_id' is the name of a sum.", param="worker_id")
+        raise FieldInvalid("'worker_id' is a reserved name.", param="worker_id")
     if not speaks(report.protocol):
         raise FieldInvalid(
             f"The worker speaks protocol {report.protocol} and this gateway {PROTOCOL}; they may "
@@ -159,9 +159,9 @@ async def show_protocol(
     gateway: CurrentGateway,
     url: Annotated[str, Query(max_length=2048, description="The address of the worker.")] = "",
 ) -> SpokenProtocol:
-    """Show the protocol for workers; before it loads its model, a worker asks for it.
+    """Show the protocol for workers; a worker asks for it before it loads its model.
 
-    A worker that tells its address learns whether its id is free.
+    With its address, a worker learns whether its id is free.
     """
     if url:
         gateway.fleet.check_id(worker_id, url)
@@ -173,7 +173,7 @@ async def leave(
     worker_id: str,
     gateway: CurrentGateway,
     restarting: Annotated[
-        bool, Query(description="Its process has ended, and its supervisor starts it again.")
+        bool, Query(description="Its process has ended, and its supervisor restarts it.")
     ] = False,
 ) -> None:
     """Remove a worker."""
@@ -239,7 +239,7 @@ async def drain(
     proxy: CurrentProxy,
     timeout_s: Annotated[int, Query(ge=0, le=600, description="The longest wait.")] = 30,
     move: Annotated[
-        bool, Query(description="Let its streams of this gateway go on at other workers.")
+        bool, Query(description="Continue this gateway's streams at other workers.")
     ] = False,
 ) -> DrainedWorker:
     """Cordon a worker and wait for its requests to end."""

@@ -1,1 +1,1 @@
-"""Keys of teams and programs: who has which, what each may use, and what each has used."""
+"""Keys of teams and programs: their owners, permissions, limits and usage."""

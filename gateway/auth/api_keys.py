@@ -17,7 +17,7 @@ from paceline.request.profile import Priority
 from policies.document import PolicyDocument, Problem
 
 STATIC_KEY_ID, ADMIN_KEY_ID = "static", "admin"
-"""The ids of PACELINE_API_KEY and of the admin key, which have no limits and no record."""
+"""The ids of PACELINE_API_KEY and the admin key, which lack limits and records."""
 _BEARER = b"bearer "
 _HIGHEST_FIRST = tuple(Priority)
 
@@ -109,7 +109,7 @@ class ApiKeys:
         self._rebuild()
 
     def require_always(self) -> None:
-        """Require a key from now on, even if there is none."""
+        """Require a key from now on, even if no key exists."""
         self._had_keys = self.required = True
 
     def rate_limiters(self) -> list[tuple[str, RateLimiter]]:
@@ -118,7 +118,7 @@ class ApiKeys:
         return [(name, one.rate_limiter) for name, one in holders if one.rate_limiter is not None]
 
     def callers_since(self, unix_s: float) -> tuple[list[Caller], list[Caller]]:
-        """Return the callers of all valid keys, and of those that have ended since a time."""
+        """Return the callers of all valid keys, and of keys that ended since a time."""
         now_unix_s = self._wall()
         ended = [
             Caller(client=one.id, key=one.id, team=one.team)
@@ -162,7 +162,7 @@ class ApiKeys:
         )
 
     def _limiter(self, record: KeyRecord) -> RateLimiter | None:
-        """Return the limiter of a key; changed limits keep what was used."""
+        """Return the limiter of a key; changed limits keep the usage."""
         if record.unlimited:
             return None
         unix_s = self._wall()
@@ -204,7 +204,7 @@ def missing_pools(
         missed = ", ".join(f"'{pool}'" for pool in record.pools if pool not in policy.pools)
         if missed and not record.ended(unix_s):
             rest = f"it could use only {', '.join(left)}" if left else "it could use no pool"
-            lacks = f"names {missed}, which the policy does not have"
+            lacks = f"names {missed}, which the policy does not contain"
             problems.append(
                 Problem("pools", f"the key {record.id} ({record.name}) {lacks}; {rest}")
             )

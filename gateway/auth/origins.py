@@ -79,7 +79,7 @@ def cors_headers(request: Mapping[bytes, bytes], allowed: Container[str]) -> Hea
 def preflight_headers(method: str, request: Mapping[bytes, bytes]) -> Headers:
     """Return the headers that let a page send its request, if its browser asks; else none.
 
-    It may send any headers: of those that a page can set, none opens anything without a key.
+    It may send any headers: no header that a page can set opens anything without a key.
     """
     if method != "OPTIONS" or b"access-control-request-method" not in request:
         return []

@@ -31,7 +31,7 @@ def day_of(unix_s: float) -> int:
 class TokenBucket:
     """A budget per minute that refills evenly, up to the budget of one minute.
 
-    Refundable reservations fill the bucket too, and what would run over is no longer refunded.
+    Refundable reservations fill the bucket too, and the overflow is no longer refundable.
     Otherwise requests that wait a minute and are then rejected would refund room that has been
     refilled in the meantime, and double the next minute.
     """
@@ -44,13 +44,13 @@ class TokenBucket:
         self._refundable = 0.0
         """The most that all open reservations may refund."""
         self._spilled = 0.0
-        """The total that ran over; each open reservation loses what ran over since it was made."""
+        """The total overflow; each open reservation loses the overflow since it was made."""
         self._level = float(limit)
         self._rate = 0.0
         self.set_limit(limit, now_s)
 
     def set_limit(self, limit: int, now_s: float) -> None:
-        """Continue with another limit; what was used stays used."""
+        """Continue with another limit, and keep the usage."""
         self.refill(now_s)
         self.limit = limit
         self._rate = limit / _MINUTE_S
@@ -65,7 +65,7 @@ class TokenBucket:
             self._spill()
 
     def _spill(self) -> None:
-        """Drop what exceeds the limit, refunds first."""
+        """Drop everything above the limit, refunds first."""
         over = self._level + self._refundable - self.limit
         if over > 0:
             spilled = min(over, self._refundable)
@@ -75,7 +75,7 @@ class TokenBucket:
                 self._level = float(self.limit)
 
     def charge(self, amount: int) -> None:
-        """Take what other gateways admitted; a negative amount was refunded there."""
+        """Charge tokens that other gateways admitted; a negative amount was refunded there."""
         self._level -= amount
         self._spill()
 
@@ -92,7 +92,7 @@ class TokenBucket:
         return self._spilled
 
     def settle(self, ticket: float, taken: int, cost: int) -> None:
-        """Refund what was reserved and not used; take what was used beyond it."""
+        """Refund the unused part of a reservation, or charge the usage beyond it."""
         refundable = max(0.0, taken - (self._spilled - ticket))
         self._level += min(taken - cost, refundable)
         self._open -= 1
@@ -113,7 +113,7 @@ _KNOWN_DAYS = 8
 
 
 class DailyBudget:
-    """A budget per day; a request counts on the day on which it ends."""
+    """A budget per day; a request counts on the day of its end."""
 
     def __init__(self, limit: int, used: int, day: int) -> None:
         self.day = day
@@ -126,7 +126,7 @@ class DailyBudget:
         self.reserved_remotely = 0
         """By running requests of other gateways."""
         self._used_on: dict[int, int] = {}
-        """What was used on the last few other days that the clock has shown."""
+        """The usage on the last few other days that the clock has shown."""
         self._share: int | None = None
         """The bound of `used` and `reserved` while this gateway is cut off; None: not cut off."""
         self._gateways = 1
@@ -139,7 +139,7 @@ class DailyBudget:
         return left if self._share is None else min(left, self._share - taken)
 
     def divide(self, gateways: int) -> None:
-        """Divide what remains between gateways without exchange; 1: the exchange works."""
+        """Divide the remainder between gateways without exchange; 1: the exchange works."""
         if gateways == 1:
             self._share = None
         elif self._share is None:
@@ -150,7 +150,7 @@ class DailyBudget:
     def roll_over(self, unix_s: float) -> None:
         """Continue on the day of this moment; each date that the clock shows has one budget.
 
-        A clock that is set back gives nothing: its earlier day continues with what was used.
+        Setting the clock back adds nothing: an earlier day continues with its usage.
         """
         if (day := day_of(unix_s)) == self.day:
             return
@@ -180,7 +180,7 @@ class Reservation(NamedTuple):
 
 
 class AdmittedTotals(NamedTuple):
-    """What one gateway process has admitted for a key, less refunds."""
+    """The requests and tokens that one gateway process has admitted for a key, less refunds."""
 
     requests: int
     tokens: int
@@ -224,7 +224,7 @@ class RateLimiter:
     def divide(self, gateways: int, now_s: float) -> None:
         """Divide all limits between gateways for as long as their exchange fails.
 
-        1: the exchange works, and each gateway charges what the others admit.
+        1: the exchange works, and each gateway charges the admissions of the others.
         """
         if gateways == self._gateways:
             return
@@ -245,12 +245,12 @@ class RateLimiter:
 
     @property
     def token_limit(self) -> int | None:
-        """Return the lower of the limits on tokens; None if there is none."""
+        """Return the lower of the limits on tokens; None without any."""
         limits = (self._limits.tokens_a_minute, self._limits.tokens_a_day)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def admitted(self) -> AdmittedTotals:
-        """Return what this gateway has admitted."""
+        """Return the admissions of this gateway."""
         day = self._day
         counted = (0, 0, 0) if day is None else (day.day, day.used_locally, day.reserved)
         return AdmittedTotals(
@@ -260,7 +260,7 @@ class RateLimiter:
     def charge_remote(
         self, requests: int, tokens: int, day: int, day_tokens: int, now_s: float
     ) -> None:
-        """Charge what other gateways have admitted since the last exchange."""
+        """Charge the admissions of other gateways since the last exchange."""
         for bucket, amount in ((self._requests, requests), (self._tokens, tokens)):
             if bucket is not None:
                 bucket.refill(now_s)

@@ -84,7 +84,7 @@ class KeyRecord(KeyTerms):
 
 
 def digest_of(secret: bytes) -> bytes:
-    """Return the digest by which a secret is stored and found."""
+    """Return the digest that identifies a secret in the store."""
     return hashlib.sha256(secret).digest()
 
 

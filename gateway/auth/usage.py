@@ -35,7 +35,7 @@ class UsageRow(NamedTuple):
     guessed_tokens: int
     """Estimated, because the worker reported no usage: mostly for clients that disconnected."""
     cached_unknown_requests: int = 0
-    """Requests whose worker told no cached tokens, so that `cached_tokens` leaves them out."""
+    """Requests whose worker reported no cached tokens; `cached_tokens` excludes them."""
 
     @property
     def tokens(self) -> int:

@@ -33,7 +33,7 @@ _EVENT_LIMIT_BYTES = 8 * 1024 * 1024
 _LEAST_TOKENS = 16
 """Fewer tokens, after the first, do not show a speed."""
 _LEAST_S = 1.0
-"""Time that an answer must take to show one if its worker tells none: the rest may come at once."""
+"""Time that an answer must take to show a speed that its worker does not report."""
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
 _REASONS = {**BECAUSE, "policy": "the policy says so"}
 
@@ -109,7 +109,7 @@ def _data_url(name: str) -> str:
 
 @dataclass(slots=True)
 class _Answer:
-    """What the end of a command reports about an answer."""
+    """The facts about an answer that the end of a command reports."""
 
     first_token_s: float = 0.0
     """From the request to the first text; 0 before it."""
@@ -125,10 +125,10 @@ class _Answer:
 
 
 def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
-    """Print each piece of text at once; raise `CommandError` for an answer that breaks off.
+    """Print each piece of text at once; raise `CommandError` for an incomplete answer.
 
-    Reasoning is printed on a terminal alone, where it can be told from the answer. So is what the
-    worker says before the answer: its progress in a long prompt, or the place in its queue.
+    Reasoning is printed only on a terminal, where it looks different from the answer. So is the
+    worker's progress before the answer: in a long prompt, or its place in the queue.
     """
     import httpx  # noqa: PLC0415  # as in `Gateway.stream`
 
@@ -159,7 +159,7 @@ def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
                 sys.stdout.flush()
                 last_text = text
     except httpx.HTTPError:
-        raise CommandError("the answer broke off: the gateway ended the connection.") from None
+        raise CommandError("the answer is incomplete: the gateway closed the connection.") from None
     finally:
         waiting.stop()
         if not last_text.endswith("\n"):
@@ -167,7 +167,7 @@ def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
                 sys.stdout.write("\n")
                 sys.stdout.flush()
     if not answer.finish_reason:
-        raise CommandError("the answer broke off: its end is missing.")
+        raise CommandError("the answer is incomplete: its end is missing.")
     return answer
 
 
@@ -178,7 +178,7 @@ def _events(response: httpx.Response) -> Iterator[Mapping[str, Any] | str]:
     for part in response.iter_bytes():
         *lines, rest = (rest + part).split(b"\n")
         if len(rest) > _EVENT_LIMIT_BYTES:
-            raise CommandError("the answer broke off: an event is too large.")
+            raise CommandError("the answer is incomplete: an event is too large.")
         for line in lines:
             if line.startswith((b": read ", b": queued ")):
                 yield line[2:].decode(errors="replace")
@@ -191,7 +191,7 @@ def _read_event(event: object, answer: _Answer) -> tuple[str, str]:
     """Return the text and the reasoning of an event, and add its figures to the answer."""
     match event:
         case {"error": {"message": str(message)}}:
-            raise CommandError(f"the answer broke off: {message}")
+            raise CommandError(f"the answer is incomplete: {message}")
     match event:
         case {"headers": dict(headers)}:
             answer.late_headers = {name: str(value) for name, value in headers.items()}
@@ -230,14 +230,14 @@ def _summary(headers: Mapping[str, str], why: str, answer: _Answer) -> str:
         share = answer.accepted / answer.drafted
         facts.append(f"{share:.0%} of {answer.drafted} drafted tokens accepted")
     if answer.finish_reason == "length":
-        facts.append("stopped at the limit of tokens")
+        facts.append("stopped at the token limit")
     return "; ".join(facts)
 
 
 def _speed(answer: _Answer) -> str:
-    """Return how fast the tokens after the first came, of the worker's own time if it tells it."""
+    """Return the speed of the tokens after the first, by the worker's own time if reported."""
     more = answer.tokens - 1
     span_s = answer.token_s * more or answer.last_token_s - answer.first_token_s
     if more < _LEAST_TOKENS or span_s < (0 if answer.token_s else _LEAST_S) or not span_s:
-        return "too short to say how fast"
+        return "too short to measure the speed"
     return f"{more / span_s:.0f} tokens/s"

@@ -92,7 +92,7 @@ async def _measure(
 
 
 def _names(endpoints: Sequence[Endpoint]) -> list[str]:
-    """Return the names of the endpoints, with the request fields in which they differ."""
+    """Return the names of the endpoints, with the request fields that differ."""
     names = []
     for endpoint in endpoints:
         name = f"{endpoint.model} on {endpoint.url}"
@@ -108,15 +108,15 @@ def _warn(measured: Measurement) -> None:
     figures = measured.figures
     warnings = [f"failed: {problem}" for problem in measured.problems[:5]]
     if figures["completed"] and figures["output_tokens_counted_by"] == "pieces":
-        warnings.append("The server reports no usage: pieces of text count as tokens.")
+        warnings.append("The server does not report usage, so pieces of text count as tokens.")
     if figures.get("spec_decode_counted_by") == "server":
         warnings.append(
-            "Draft figures come from the server's counters and include all its clients."
+            "Draft figures come from the server's counters and include all of its clients."
         )
     if figures["client_busy"] > _BUSY_SHARE:
         warnings.append(
             f"The load generator used {figures['client_busy']:.0%} of a CPU core: "
-            "the server may be faster than these figures."
+            "the server may be faster than these figures show."
         )
     for warning in warnings:
         sys.stderr.write(f"paceline: {warning}\n")

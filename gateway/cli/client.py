@@ -99,7 +99,7 @@ class Gateway:
     def _check_listening(self) -> None:
         """Raise `CommandError` if this machine itself refuses the connection.
 
-        The request tells of all other problems, those of the URL included.
+        The request shows all other problems, including a wrong URL.
         """
         if is_loopback(self._address()[0]):
             try:
@@ -207,7 +207,9 @@ def connect(url: str, *, admin: bool = False) -> Gateway:
     if admin and settings.admin_port is not None:
         host, port = settings.admin_host, settings.admin_port
     if not port:
-        raise CommandError("the settings let the gateway take any free port; name it with --url.")
+        raise CommandError(
+            "the settings let the gateway use any port; name its address with --url."
+        )
     if not is_own(host):
         # Those of the working folder may be another person's: no key goes where they say.
         raise CommandError(
@@ -267,14 +269,14 @@ def local_time(text: str) -> str:
 
 
 def fitting(shown: RenderableType, console: Console) -> RenderableType:
-    """Return what to print: of a table that is too wide, paragraphs."""
+    """Return the table as text, or as paragraphs if it is too wide."""
     if isinstance(shown, Table) and console.measure(shown).maximum >= console.width:
         shown = "\n".join((*_paragraphs(shown, console.width), str(shown.caption or "")))
     return Text(shown.rstrip("\n")) if isinstance(shown, str) else shown
 
 
 def _paragraphs(table: Table, width: int) -> Iterator[str]:
-    """Yield the lines of a table that is too wide: a title for each row, then what it says.
+    """Yield the lines of a table that is too wide: a title for each row, then its cells.
 
     So no column is lost, and no name, date or id is cut in two.
     """

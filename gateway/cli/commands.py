@@ -1,6 +1,6 @@
 """Every command of `paceline`, with its arguments and options.
 
-A command imports its module when it runs: help, completion and usage errors import click alone.
+A command imports its module when it runs: help, completion and usage errors import only click.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def _whole_number(text: str) -> int:
 
 def _port(text: str) -> str:
     if not (text.isascii() and text.isdecimal() and int(text[:6]) <= 65535):
-        raise click.BadParameter(f"'{text}' is not a port, which is a number up to 65535")
+        raise click.BadParameter(f"'{text}' is not a port number (0 to 65535)")
     return text
 
 
 def _host(text: str) -> str:
     if text and not is_own(text):
-        raise click.BadParameter(f"'{text}' is no address of this machine")
+        raise click.BadParameter(f"'{text}' is not an address of this machine")
     return text
 
 
@@ -140,7 +140,7 @@ def _argument(name: str, text: str, metavar: str | None = None, **rest: Any) -> 
 
 
 _URL = _option(
-    "--url", "The gateway (default: the one of the settings, else http://127.0.0.1:8000).", "URL"
+    "--url", "The gateway (default: the one in the settings, else http://127.0.0.1:8000).", "URL"
 )
 _AS_JSON = _option("--json as_json", "Print the gateway's response.", is_flag=True)
 _FILE = _argument("file", "YAML, or JSON as .json; '-' reads YAML from standard input.", "FILE")
@@ -148,7 +148,7 @@ _NOTE = "The purpose; it is stored with the version."
 # Checked here, since the import of the gateway takes seconds; the settings check all sources.
 _SERVING = (
     _option("--host", "Address to listen on (default: 127.0.0.1).", "ADDRESS", type=_host),
-    _option("--port", "Port; 0 takes a free one (default: 8000).", "N", type=_port),
+    _option("--port", "Port; 0 picks a free one (default: 8000).", "N", type=_port),
     _option("--config", "Settings file (default: paceline.yaml).", "FILE", type=click.Path()),
 )
 
@@ -178,9 +178,9 @@ _GROUPS = {
     name: _Group(name, help=text)
     for name, text in (
         ("keys", "Create, change, list and revoke API keys, and show their usage."),
-        ("workers", "List workers, and let them get no requests for a while."),
+        ("workers", "List workers, and stop or resume requests to them."),
         ("engines", "List and remove the engines of other kinds."),
-        ("service", "Run Paceline from the start of this machine on, without a terminal."),
+        ("service", "Run Paceline as a service, without a terminal."),
         ("prefix-cache", "Delete the conversations that workers have cached."),
         ("policy", "Show and change the policy of a running gateway."),
     )
@@ -261,7 +261,7 @@ def _completion(shell: str) -> int:
 
 _add(
     "up",
-    "Run the gateway and one worker: an endpoint in one command.",
+    "Run a gateway and one worker: an endpoint in one command.",
     *_SERVING,
     _option(
         "--model",
@@ -273,17 +273,17 @@ _add(
 )
 _add(
     "ask",
-    "Ask one question, and print the answer as it arrives.\n\nOn a terminal a last line shows "
-    "where it ran and why, how fast, and the share of drafted tokens that the model accepted.",
+    "Ask one question, and print the answer as it arrives.\n\nOn a terminal, the last line shows "
+    "where it ran and why, its speed, and the share of drafted tokens that were accepted.",
     _argument(
         "question",
-        "Its text; without it, or for '-', the command reads standard input.",
+        "The question; without it, or for '-', the command reads standard input.",
         "[QUESTION]",
         required=False,
     ),
     _option(
         "--image images",
-        "A picture to send along; repeatable.",
+        "A picture to send with it; repeatable.",
         "FILE",
         multiple=True,
         type=click.Path(),
@@ -291,7 +291,7 @@ _add(
     _option("--model", "Default: a model that the gateway serves."),
     _option(
         "--temperature",
-        "0 to 2 (default: 0, always the likeliest token, which the model can draft ahead).",
+        "0 to 2 (default: 0, which always picks the likeliest token and allows drafts).",
         "X",
         type=_temperature,
         default="0",
@@ -306,26 +306,26 @@ _add(
 )
 _add(
     "explain",
-    "Show where a request would be routed, and why.",
+    "Show where the gateway would route a request, and why.",
     _argument("request", "Body of a request; '-' reads standard input.", "REQUEST.json"),
     _URL,
     _AS_JSON,
 )
 _add(
     "errors",
-    "Show the last requests that failed: of all keys with the admin key, else of your own.",
+    "Show the last failed requests: for all keys with the admin key, else for your own.",
     _URL,
     _AS_JSON,
 )
 
 _LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
 _TERMS = (
-    _option("--team", "Usage is summed by team."),
+    _option("--team", "Usage is reported by team."),
     _option("--model models", "Allow only this model; repeatable.", multiple=True),
     _option("--pool pools", "Allow only this pool; repeatable.", multiple=True),
     _option(
         "--priority",
-        "The highest priority allowed.",
+        "The highest allowed priority.",
         type=click.Choice(["interactive", "default", "bulk"]),
     ),
     _option(
@@ -350,20 +350,20 @@ _add(
 _add("keys list", "List all keys, without their secrets.", _URL, _AS_JSON)
 _add(
     "keys edit",
-    "Change a key; what no option names stays.",
+    "Change the given properties of a key.",
     _KEY,
     _option("--name", "A new name."),
     *_TERMS,
     _option(
         "--clear",
-        "Set this back to its default; repeatable.",
+        "Reset this to its default; repeatable.",
         multiple=True,
         type=click.Choice(["team", "models", "pools", "priority", "expires_at", *_LIMITS]),
     ),
     _URL,
 )
-_add("keys rotate", "Give a key a new secret, and refuse the old one.", _KEY, _URL, _AS_JSON)
-_add("keys revoke", "Revoke a key for good, and end its running requests.", _KEY, _URL)
+_add("keys rotate", "Replace the secret of a key, and refuse the old one.", _KEY, _URL, _AS_JSON)
+_add("keys revoke", "Revoke a key permanently, and end its running requests.", _KEY, _URL)
 _add(
     "keys usage",
     "Show the usage of keys by day (UTC).",
@@ -392,8 +392,8 @@ paceline.commands["join"].context_settings = {"ignore_unknown_options": True}
 _add("workers list", "List the workers, and who has cordoned them.", _URL, _AS_JSON)
 _add("workers pair", "Show a code with which another Mac joins, within two minutes.", _URL)
 _add("workers unpair", "End the pairing of a worker: its token opens nothing.", _WORKER, _URL)
-_add("workers cordon", "Let a worker get no new requests; running ones go on.", _WORKER, _URL)
-_add("workers uncordon", "Let a worker get requests again.", _WORKER, _URL)
+_add("workers cordon", "Stop new requests to a worker; running ones continue.", _WORKER, _URL)
+_add("workers uncordon", "Resume requests to a worker.", _WORKER, _URL)
 _add(
     "workers drain",
     "Cordon a worker, and wait until its requests have ended.",
@@ -405,25 +405,24 @@ _add(
         type=_whole_number,
         default="30",
     ),
-    _option("--move", "Let its streams go on at other workers.", is_flag=True),
+    _option("--move", "Continue its streams at other workers.", is_flag=True),
     _URL,
 )
 _add(
     "join-engine",
-    "Add a running LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp.\n\nThe gateway "
-    "asks it for its kind and its models, and sends it requests from then on.",
+    "Add a running LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp.\n\nThe "
+    "gateway detects its kind and its models, and sends it requests from then on.",
     _argument("engine_url", "Its address, such as http://127.0.0.1:1234.", "URL"),
     _option(
         "--kind",
-        "Default: auto, the gateway asks the engine.",
+        "Default: auto, the gateway detects it.",
         type=click.Choice(_ENGINES),
         default="auto",
     ),
-    _option("--id engine_id", "Default: made of its address.", "ID"),
+    _option("--id engine_id", "Default: derived from its address.", "ID"),
     _option(
         "--model models",
-        "Serve this model, by another name for clients if two are given; repeatable (default: all "
-        "that it lists).",
+        "Serve this model, under NAME for clients; repeatable (default: all models that it lists).",
         "NAME[=ENGINE_NAME]",
         multiple=True,
     ),
@@ -431,30 +430,30 @@ _add(
     _option("--label labels", "For pools of the policy; repeatable.", multiple=True),
     _option(
         "--slots",
-        "Requests at a time (default: what it tells, or a number of its kind).",
+        "Concurrent requests (default: the number that it reports, or one for its kind).",
         "N",
         type=_whole_number,
     ),
     _option(
         "--api-key-env",
-        "The variable, at the gateway, that holds its API key; it ends in _API_KEY.",
+        "The gateway's environment variable with its API key; the name ends in _API_KEY.",
         "NAME",
     ),
     _option("--cache-salt", "It isolates clients by vLLM's field cache_salt.", is_flag=True),
     _URL,
     run=functools.partial(_run, "engines", "join"),
 )
-_add("engines list", "List those of the settings and those joined.", _URL, _AS_JSON)
+_add("engines list", "List the engines in the settings and those that have joined.", _URL, _AS_JSON)
 _add(
     "engines remove",
-    "Remove an engine that was joined; its running requests continue.",
+    "Remove a joined engine; its running requests continue.",
     _argument("engine_id", "The id that `paceline engines list` shows.", "ID"),
     _URL,
 )
 
 _add(
     "prefix-cache clear",
-    "Empty the prefix caches of workers, in memory and on disk.",
+    "Clear the prefix caches of workers, in memory and on disk.",
     _argument("workers", "Their ids (default: all).", "[WORKER]...", nargs=-1),
     _URL,
     run=functools.partial(_run, "workers", "clear_caches"),
@@ -470,14 +469,14 @@ _add(
     "policy validate",
     "Check whether a policy is valid.",
     _FILE,
-    _option("--offline", "Check it without a gateway.", is_flag=True),
+    _option("--offline", "Do not ask a gateway.", is_flag=True),
     _URL,
 )
 _add(
     "policy diff", "Show what a policy would change, and which requests it would move.", _FILE, _URL
 )
 _add("policy apply", "Activate a policy.", _FILE, _option("--note", _NOTE, required=True), _URL)
-_add("policy history", "List the versions, the newest first.", _URL, _AS_JSON)
+_add("policy history", "List the versions, newest first.", _URL, _AS_JSON)
 _add(
     "policy rollback",
     "Activate an earlier version again.",
@@ -488,39 +487,39 @@ _add(
 
 _add(
     "gateway",
-    "Run the gateway alone.\n\nWorkers join it, or paceline.yaml lists them.",
+    "Run only the gateway.\n\nWorkers join it, or you list them in paceline.yaml.",
     *_SERVING,
     run=_gateway,
 )
 _add(
     "service install",
-    "Start the service, now and with this machine, and again after a failure.\n\nIts settings are "
-    "those of a file only: --config, else paceline.yaml here, else ~/.paceline/paceline.yaml.",
+    "Start the service now, at every boot or login, and after a failure.\n\nIt reads its settings "
+    "only from a file: --config, else paceline.yaml here, else ~/.paceline/paceline.yaml.",
     _argument(
         "command",
-        "What it runs: up (the default), gateway or worker.",
+        "The command to run: up (the default), gateway or worker.",
         "[COMMAND]",
         required=False,
         default="up",
         type=click.Choice(["up", "gateway", "worker"]),
     ),
     _option("--config", "Settings file.", "FILE", type=click.Path()),
-    _option("--system", "For a Mac on which nobody logs in; needs sudo.", is_flag=True),
+    _option("--system", "For a Mac where nobody logs in; needs sudo.", is_flag=True),
 )
 _add("service status", "Show whether it runs, and where its log is; exit with 1 if it does not.")
 _add(
     "service logs",
     "Print the end of its log.",
     _option("--lines", "Default: 100.", "N", type=click.IntRange(1, 1_000_000), default=100),
-    _option("--follow", "Go on with each new line.", is_flag=True),
+    _option("--follow", "Keep printing new lines.", is_flag=True),
 )
-_add("service stop", "Let running requests end, and stop it until `restart` or the next start.")
-_add("service restart", "Let running requests end, and start it again.")
-_add("service uninstall", "Let running requests end, and remove it; settings and logs are kept.")
+_add("service stop", "Let running requests finish, and stop it until `restart` or the next start.")
+_add("service restart", "Let running requests finish, and restart the service.")
+_add("service uninstall", "Let running requests end, and remove it; settings and logs remain.")
 _add(
     "upgrade",
-    "Install another version in place of this one, once running requests have ended, and restart "
-    "the service.",
+    "Replace this version with another one after running requests have ended, and restart the "
+    "service.",
     _argument(
         "dist",
         "Folder with its install.sh (default: where this one came from, or Homebrew).",
@@ -533,13 +532,13 @@ _BACKUP = _argument("file", "The backup.", "FILE", type=click.Path(path_type=Pat
 _add("backup", "Write keys, policies, usage and secrets to a new, encrypted file.", _BACKUP)
 _add(
     "restore",
-    "Put a backup into the state folder of a gateway that does not run.\n\nThe old files are kept.",
+    "Put a backup into the state folder of a stopped gateway.\n\nThe old files are kept.",
     _BACKUP,
     run=functools.partial(_run, "backup", "restore"),
 )
 for _name, _module, _help in (
     ("worker", "workers", "Serve a model on this machine."),
-    ("doctor", "workers.doctor", "Measure this Mac, and say what to run on it."),
+    ("doctor", "workers.doctor", "Measure this Mac, and recommend settings for it."),
 ):
     paceline.add_command(_EngineCommand(_name, _module, _help))
 _add(
@@ -561,8 +560,8 @@ _add(
     ),
     _option(
         "--rate",
-        "Levels of requests per second instead; latencies count from the time at which each "
-        "request is due.",
+        "Levels of requests per second instead; latencies count from the time when each request "
+        "is due.",
         "R,R,...",
         type=_numbers(float),
     ),
@@ -571,7 +570,7 @@ _add(
     ),
     _option("--prompts", "JSON lines with 'prompt' or 'messages'.", "FILE.jsonl", type=Path),
     _option("--max-tokens", "Default: 256.", "N", type=_number(int), default="256"),
-    _option("--body", "Further fields of every request.", "JSON", type=_json_object, default="{}"),
+    _option("--body", "Extra fields for every request.", "JSON", type=_json_object, default="{}"),
     _option(
         "--compare-body",
         """For the second endpoint, like '{"draft_tokens": 0}' (default: --body).""",
@@ -579,9 +578,7 @@ _add(
         type=_json_object,
     ),
     _option("--repeat", "Repetitions (default: 1; 2 in a comparison).", "N", type=_number(int)),
-    _option(
-        "--json json_file", "Write all figures, under the names of vLLM.", "FILE", type=_output_file
-    ),
+    _option("--json json_file", "Write all figures under vLLM's names.", "FILE", type=_output_file),
 )
 _add(
     "completion",

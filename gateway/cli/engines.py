@@ -27,7 +27,7 @@ def join(
     cache_salt: bool,
     url: str,
 ) -> int:
-    """Join an engine, and show what the gateway has found there."""
+    """Join an engine, and show the models that the gateway found there."""
     terms: dict[str, Any] = {
         "url": engine_url if "://" in engine_url else f"http://{engine_url}",
         "kind": kind,
@@ -47,7 +47,7 @@ def join(
         for model in engine["models"]
     ]
     if engine["problem"]:
-        lines.append(f"It gets no requests yet: {engine['problem']}")
+        lines.append(f"It does not get requests yet: {engine['problem']}")
     return print_output("\n".join(lines))
 
 

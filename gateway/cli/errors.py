@@ -16,7 +16,7 @@ def run(*, url: str, as_json: bool) -> int:
         gateway, path = connect(url), "/v1/errors"
     answer = gateway.read("GET", path)
     if not answer["errors"] and not as_json:
-        return print_output("No request has failed lately.")
+        return print_output("No recent request has failed.")
     zone = datetime.fromisoformat(answer["errors"][0]["time"]).astimezone().tzname()
     table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key, from", "Request")
     for one in answer["errors"]:

@@ -1,4 +1,4 @@
-"""Run the gateway alone; workers join it, or paceline.yaml lists them."""
+"""Run only the gateway; workers join it, or paceline.yaml lists them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gateway.server import Listening, serve, settle_interpreter
 from paceline.lifecycle import Shutdown
 
 _UNKEYED = (
-    "No API key exists yet: the gateway serves this machine only, without a key. Create the first "
+    "No API key exists yet, so the gateway serves only this machine. Create the first "
     "one with `paceline keys create NAME` before you put a proxy in front of the gateway.\n"
 )
 
@@ -52,12 +52,12 @@ async def _serve(settings: Settings) -> None:
 async def announce_shutdown(
     shutdown: Shutdown, running_requests: Callable[[], int], print_line: Callable[[str], None]
 ) -> None:
-    """Print what a shutdown waits for, once it is requested."""
+    """Print how many requests a requested shutdown waits for."""
     await shutdown.requested.wait()
     count = running_requests()
     if count:
         answers = "1 answer is" if count == 1 else f"{count} answers are"
-        print_line(f"Ending: {answers} still running. Ctrl-C again ends at once.")
+        print_line(f"Shutting down: {answers} still running. Ctrl-C again stops at once.")
     else:
         print_line("Ending ...")
 

@@ -52,7 +52,7 @@ def edit(
     """Change terms of a key, and set others to their defaults."""
     body = {name: value for name, value in terms.items() if value not in (None, ())} | dict(limits)
     if both := sorted({*clear} & body.keys()):
-        raise CommandError(f"{both[0]} cannot be set and cleared at once.")
+        raise CommandError(f"{both[0]} cannot be both set and cleared.")
     if not (body or clear):
         raise CommandError("nothing to change; `paceline keys edit --help` lists the options.")
     gateway = connect(url, admin=True)
@@ -99,7 +99,7 @@ def _place(gateway: Gateway, key: str) -> str:
     named = [one for one in known if one["name"].casefold() == key.casefold()]
     active = [one["id"] for one in named if one["state"] == "active"]
     if len(active) > 1:
-        raise CommandError(f"the keys {', '.join(active)} are called {key}; name one by its id.")
+        raise CommandError(f"the keys {', '.join(active)} have the name {key}; use the id of one.")
     ended = [one["id"] for one in named][-1:]
     found = key if key in (one["id"] for one in known) else next(iter(active or ended), key)
     return f"{_PATH}/{quote(found, safe='')}"

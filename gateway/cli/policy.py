@@ -91,25 +91,25 @@ def validate(*, file: str, offline: bool, url: str) -> int:
 
 
 def diff(*, file: str, url: str) -> int:
-    """Print what a policy would change."""
+    """Print the changes that a policy would make."""
     return print_output(
         render_difference(_PolicyFile(file).post(connect(url, admin=True), "/diff"))
     )
 
 
 def apply(*, file: str, note: str, url: str) -> int:
-    """Activate a policy, and print what it changes."""
+    """Activate a policy, and print its changes."""
     policy, gateway = _PolicyFile(file), connect(url, admin=True)
     difference = policy.post(gateway, "/diff")
     print_output(render_difference(difference))
     if not difference["changes"]:
         return 0
     etag = difference["onto"]["etag"]
-    hint = "Nothing was changed. Check `paceline policy diff`, then try again."
+    hint = "Nothing has changed. Check `paceline policy diff`, then try again."
     if policy.mark:
         etag = policy.mark["etag"]
         hint = (
-            f"Nothing was changed: {file} is based on version {policy.mark['version']}. Merge "
+            f"Nothing has changed: {file} is based on version {policy.mark['version']}. Merge "
             "the output of `paceline policy show` into the file, including its first line."
         )
     headers = {**policy.headers, **_edit_headers(note, etag)}
@@ -121,7 +121,7 @@ def apply(*, file: str, note: str, url: str) -> int:
 
 
 def rollback(*, version: int, note: str, url: str) -> int:
-    """Activate an earlier version again, and print what it changes."""
+    """Activate an earlier version again, and print its changes."""
     gateway = connect(url, admin=True)
     earlier = gateway.read("GET", f"{_PATH}/history/{version}")
     difference = gateway.read("POST", f"{_PATH}/diff", json=earlier["document"])
@@ -133,13 +133,13 @@ def rollback(*, version: int, note: str, url: str) -> int:
         f"{_PATH}/rollback",
         json={"version": version},
         headers=_edit_headers(note, difference["onto"]["etag"]),
-        conflict_hint="Nothing was changed. Check `paceline policy history`, then try again.",
+        conflict_hint="Nothing has changed. Check `paceline policy history`, then try again.",
     )
     return print_output(f"Version {restored['number']} is active.")
 
 
 def _edit_headers(note: str, etag: str) -> dict[str, str]:
-    """Return the author and note of an edit, and the version on which it is based."""
+    """Return the author and note of an edit, and its base version."""
     return {
         "x-paceline-author": quote(_author()),
         "x-paceline-note": quote(note),
@@ -195,7 +195,7 @@ def _change(change: Mapping[str, Any]) -> Text:
 
 def _moves(decisions: int, moves: Iterable[Mapping[str, Any]]) -> list[Text]:
     if not decisions:
-        return [Text("There are no requests to replay yet.", style="dim")]
+        return [Text("The gateway has no requests to replay yet.", style="dim")]
     moved = [move for move in moves if move["from"] != move["to"]]
     total = sum(move["count"] for move in moved)
     headline = f"Of the last {decisions} requests {total or 'none'} would move"

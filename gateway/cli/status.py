@@ -26,8 +26,8 @@ _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
 _LONG_TOKENS = 1000
 """Of a prompt that takes long to read."""
 _ABSENCES = {
-    "restarting": "stopped at {since}; it is being started again.",
-    "silent": "has sent nothing since {since}. It may be asleep, switched off or cut off.",
+    "restarting": "stopped at {since} and is being restarted.",
+    "silent": "has sent nothing since {since}. It may be asleep, switched off or disconnected.",
     "left": "signed off at {since}.",
 }
 
@@ -48,11 +48,11 @@ def run(*, url: str, as_json: bool) -> int:
 
 
 def _lines(state: Mapping[str, Any]) -> list[Text]:
-    """Say what the gateway does, how drafts fare, and what is wrong."""
+    """Show the state of the gateway, the acceptance of drafts, and problems."""
     lines = [_headline(state)]
     if kept_out := state["decisions"]["bypass_counts"]:
         named = ", ".join(f"{KEPT_OUT.get(one, one)} ({count})" for one, count in kept_out.items())
-        lines.append(Text(f"Without the drafts of text-mtp: {named}"))
+        lines.append(Text(f"Requests not in text-mtp: {named}"))
     mtp = state["mtp"]
     if mtp["enabled"] and mtp["attempted"]:
         positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
@@ -63,10 +63,10 @@ def _lines(state: Mapping[str, Any]) -> list[Text]:
             )
         )
     for what, why in (
-        ("The policy file is not in force", state["policy"]["file_problem"]),
-        ("This gateway does not share all state with others", state["store"]["problem"]),
+        ("The policy file is not active", state["policy"]["file_problem"]),
+        ("This gateway is not sharing all state with others", state["store"]["problem"]),
         ("Edits are refused", state["store"].get("file_problem", "")),
-        ("Stored records are not in force", state["store"].get("record_problem", "")),
+        ("Stored records are not active", state["store"].get("record_problem", "")),
     ):
         if why:
             lines.append(Text(f"{what}: {why}", style="red"))
@@ -108,7 +108,7 @@ def _trouble(name: str, worker: Mapping[str, Any]) -> list[Text]:
     if not sentence and worker["problem"]:
         sentence = f"has a problem: {worker['problem']}"
     elif reason := worker["ejection"]["reason"]:
-        sentence = f"gets no requests for a while: {reason}."
+        sentence = f"gets no requests for now: {reason}."
     elif start := worker["start"]["description"]:
         sentence, style = f"is starting: {start}.", "yellow"
     lines = [Text(f"{name} {sentence}", style=style)] if sentence else []
@@ -116,7 +116,7 @@ def _trouble(name: str, worker: Mapping[str, Any]) -> list[Text]:
         if (tokens := lane["pending_prefill_tokens"]) >= _LONG_TOKENS:
             seconds = tokens / (lane["prefill_tokens_per_s"] or float("inf"))
             left = f", for about {seconds:.0f} s" if seconds else ""
-            lines.append(Text(f"{name} reads prompts: {tokens:,} tokens more{left}.", style="dim"))
+            lines.append(Text(f"{name} reads prompts: {tokens:,} tokens left{left}.", style="dim"))
     return lines
 
 

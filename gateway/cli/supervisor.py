@@ -55,7 +55,7 @@ class Supervision:
         settled = was_ready and uptime_s >= RESET_AFTER_S
         self.exits_in_a_row = 1 if settled else self.exits_in_a_row + 1
         if not self.ever_ready and exit_code in REFUSALS:
-            self.give_up_reason = "the worker cannot start; its message is above"
+            self.give_up_reason = "the worker cannot start; see its message above"
         elif not self.ever_ready and self.exits_in_a_row >= GIVE_UP_AFTER:
             self.give_up_reason = (
                 f"the worker exited {self.exits_in_a_row} times before it was ready"

@@ -51,19 +51,19 @@ Admin page: {admin_page}
 
 """
 _JOIN = """\
-Another Mac joins with `paceline join` and the code that this command shows for two minutes:
+To join another Mac, run `paceline join` there and enter the code that this command shows:
     {command} workers pair{at}
-or with the join token:
+Or run there, with the join token,
     PACELINE_JOIN_TOKEN={token} {command} worker --join {address} --model NAME"""
 _OPEN_UNKEYED = """\
-So far this machine alone can use it. To use more Macs:
+Only this machine can use it so far. To use more Macs:
   1. Create an API key; all clients need one from then on:
          {command} keys create NAME{at}
-  2. Restart it for your network; it then prints the command by which a Mac joins:
+  2. Restart it for your network; it then prints the command that joins a Mac:
          {command} up --host 0.0.0.0{flags}"""
 _OPEN_KEYED = """\
-So far this machine alone can use it. To use more Macs, restart it for your network; it then prints
-the command by which a Mac joins:
+Only this machine can use it so far. To use more Macs, restart it for your network; it then prints
+the command that joins a Mac:
     {command} up --host 0.0.0.0{flags}"""
 
 _CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -201,7 +201,7 @@ class _WorkerRunner:
             _print(f"\n{self._ready_message(ready['model'])}\n")
 
     def _ready_message(self, model: str) -> str:
-        """Return the address, two ways to ask a question, the pages, and what comes next."""
+        """Return the address, two ways to ask a question, the pages, and the next step."""
         keyed, local_only = self.listening.keyed, is_loopback(self.given.host)
         # The shell may not find `paceline`; a service is run by a module.
         named = shutil.which("paceline") or sys.argv[0].endswith("__main__.py")

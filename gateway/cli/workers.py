@@ -30,11 +30,11 @@ def list_all(*, url: str, as_json: bool) -> int:
 def cordon(*, worker: str, url: str) -> int:
     """Let a worker get no new requests."""
     connect(url, admin=True).send("PUT", _place(worker, "cordon"))
-    return print_output(f"{worker} gets no new requests; `paceline workers uncordon` ends that.")
+    return print_output(f"{worker} gets no new requests; `paceline workers uncordon` resumes them.")
 
 
 def uncordon(*, worker: str, url: str) -> int:
-    """Let a worker get requests again."""
+    """Resume requests to a worker."""
     connect(url, admin=True).send("DELETE", _place(worker, "cordon"))
     return print_output(f"{worker} gets requests again.")
 
@@ -63,10 +63,10 @@ def drain(*, worker: str, timeout_s: int, move: bool, url: str) -> int:
     )
     if not answer["drained"]:
         raise CommandError(
-            f"{worker} gets no new requests, and {answer['in_flight']} are still running."
+            f"{worker} gets no new requests, but {answer['in_flight']} are still running."
         )
-    moved = f"; {answer['moved']} streams went on at other workers" if answer["moved"] else ""
-    return print_output(f"{worker} runs no request{moved}, and gets no new ones until uncordoned.")
+    moved = f"; {answer['moved']} streams continued at other workers" if answer["moved"] else ""
+    return print_output(f"{worker} has no running requests{moved}, and gets none until uncordoned.")
 
 
 def clear_caches(*, workers: Sequence[str], url: str) -> int:
@@ -80,7 +80,7 @@ def clear_caches(*, workers: Sequence[str], url: str) -> int:
     for name in workers or [one["worker_id"] for one in here if one["kind"] == "paceline"]:
         try:
             gateway.send("DELETE", _place(name, "prefix-cache"))
-            print_output(f"Emptied the prefix cache of {name}.")
+            print_output(f"Cleared the prefix cache of {name}.")
         except CommandError as error:
             failed = 1
             sys.stderr.write(f"{name}: {error}\n")

@@ -1,8 +1,8 @@
 """Rate limits of keys over several gateways; no request waits for another gateway.
 
-Each gateway admits requests by its own copy, writes twice a second what it has admitted, and
-charges what the others have. So a key gets its limit over all gateways, and beyond it at most what
-the others admit between two exchanges; a level below zero makes up for that. While Redis is
+Each gateway admits requests by its own copy, writes its admissions twice a second, and charges
+those of the others. So a key gets its limit over all gateways, and exceeds it at most by the
+admissions of the others between two exchanges; a level below zero makes up for that. While Redis is
 unreachable, each gateway enforces its share of every limit.
 """
 
@@ -69,14 +69,14 @@ class SharedRateLimits:
         self._clock = clock
         self._exchange, self._leave = redis.script(_EXCHANGE), redis.script(_LEAVE)
         self._charged: dict[str, dict[str, AdmittedTotals]] = {}
-        """By gateway and key, what is charged here; the least recently seen gateway first."""
+        """By gateway and key, the charges here; the least recently seen gateway first."""
         self._started = False
         self._cut_off = False
         self.gateways = 0
         """The gateways that share the limits, with this one; 0 before the first exchange."""
 
     async def exchange(self) -> None:
-        """Write what was admitted here, and charge what other gateways admitted."""
+        """Write the admissions of this gateway, and charge those of other gateways."""
         admitted = {name: limiter.admitted() for name, limiter in self._limiters()}
         text = json.dumps({name: totals for name, totals in admitted.items() if any(totals)})
         try:

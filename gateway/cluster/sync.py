@@ -132,7 +132,7 @@ class ClusterSync:
 
     @property
     def record_problem(self) -> str:
-        """Return which stored records are not in force here; the log has the reasons."""
+        """Return which stored records are not active here; the log has the reasons."""
         readers = reversed(self.records.readers)  # the policy is first
         found = [f"{one.kind} {name}" for one in readers for name in one.skipped]
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""

@@ -1,6 +1,6 @@
 """The policy file: read at the start, and checked for changes once a second.
 
-The state folder keeps what this gateway last read, so that a restart is no change of the file.
+The state folder records the last content, so that a restart does not count as a change of the file.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class LastReads:
         """The version that had this content; None if unknown."""
 
     async def open(self) -> None:
-        """Read what an earlier process kept."""
+        """Read the record of an earlier process."""
         with contextlib.suppress(RecordsUnwritable, ValueError):  # the records log it
             text = (await self._records.all(_KIND)).get(self._name)
             self.last = PolicyVersion.model_validate_json(text) if text else None
 
     async def keep(self, version: PolicyVersion | None, proposal: Proposal) -> None:
-        """Keep what was read, unless no version has it yet."""
+        """Record the content, unless no version has it yet."""
         if version is None or (self.last is not None and self.last.holds(proposal)):
             return
         content = {"document": proposal.document, "text": proposal.text}
@@ -94,8 +94,8 @@ class PolicyFileWatcher:
         if self.rejection or self._file is None or read is None or version.holds(read):
             return self.rejection
         return (
-            f"version {version.number} of the policy, by {version.author}, has other content than "
-            f"the file; edit the file, or roll back to version {read.number}, to apply it"
+            f"version {version.number} of the policy, by {version.author}, differs from the file; "
+            f"to apply the file, edit it or roll back to version {read.number}"
         )
 
     async def apply(self, proposal: Proposal) -> None:

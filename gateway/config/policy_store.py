@@ -1,4 +1,4 @@
-"""The active policy, and all its versions, of which the newest is active.
+"""The active policy, and all its versions; the newest is active.
 
 A version is only ever added, and only if its number is free. So of two admins who edit at once, at
 any gateways, neither overwrites the other, and the active policy was always valid. Gateways that
@@ -69,10 +69,9 @@ class PolicyStore:
     async def open(self, last_read: PolicyVersion | None = None) -> Self:
         """Activate the newest version, or the source if that is new; return the store.
 
-        The source is the policy of the policy file, or the shipped one; `last_read` is what this
-        gateway read before. A version that this Paceline cannot use, because it is damaged or has
-        other rules, is skipped; it is not replaced. Raise `PolicyInvalid` if no other is valid
-        here.
+        The source is the policy of the policy file, or the shipped one; `last_read` is the content
+        that this gateway read before. Skip, but do not replace, a version that is damaged or breaks
+        a rule of this Paceline. Raise `PolicyInvalid` if no other is valid here.
         """
         texts = await self._records.all(POLICY_KIND)
         newest = self._newest(texts)
@@ -102,7 +101,7 @@ class PolicyStore:
         proposal.check(self._static_workers)
 
     async def require_version(self, etags: Collection[str]) -> PolicyVersion:
-        """Return the active version; raise `VersionConflict` if it has none of these tags."""
+        """Return the active version; raise `VersionConflict` if it lacks all of these tags."""
         if self.version.etag not in etags:
             await self.refresh()  # the tag may come from another gateway, which was ahead
         if self.version.etag not in etags:
@@ -225,7 +224,7 @@ def _read_version(name: str, text: str) -> PolicyVersion:
     """Parse a version; raise `ValueError`."""
     version = PolicyVersion.model_validate_json(text)
     if str(version.number) != name:
-        raise ValueError("a version under the number of another one")
+        raise ValueError("a version with the number of another one")
     return version
 
 

@@ -27,7 +27,7 @@ class Proposal(NamedTuple):
     policy: PolicyDocument
     document: Document
     text: str = ""
-    """The YAML of the author with its comments; empty if there is none."""
+    """The YAML of the author with its comments; empty without YAML."""
 
     @classmethod
     def of(cls, policy: PolicyDocument, text: str = "") -> Proposal:
@@ -137,9 +137,9 @@ def is_new(
     """Return whether the policy file, or the shipped policy, becomes the next version.
 
     Content that the history lacks does, and so does a file that somebody has changed back: it
-    differs from what this gateway `last_read`, and no other gateway has applied that change since.
-    A file that nobody changed undoes no edit, whatever the other gateways read. The shipped policy
-    follows an upgrade until the first edit or file.
+    differs from the content that this gateway `last_read`, and no other gateway has applied that
+    change since. An unchanged file never undoes an edit, whatever the other gateways read. The
+    shipped policy follows an upgrade until the first edit or file.
     """
     if reason is Reason.START and versions and versions[-1].reason is not Reason.START:
         return False

@@ -18,7 +18,7 @@ def _origin(value: str) -> str:
     if not _ORIGIN.fullmatch(value):
         raise ValueError("must be an origin such as https://app.example.com, without a path")
     if _DEFAULT_PORT.fullmatch(value):
-        raise ValueError(f"'{value}' never matches: browsers leave the default port out")
+        raise ValueError(f"'{value}' never matches, because browsers omit the default port")
     return value
 
 
@@ -26,8 +26,8 @@ def _host(value: str) -> str:
     name = value.lower().removesuffix(".")
     if not _HOST.fullmatch(name):
         raise ValueError(
-            f"'{value[:100]}' is no host name like paceline.example.com, without '*', scheme, port "
-            "and path"
+            f"'{value[:100]}' must be a host name such as paceline.example.com, without '*', "
+            "scheme, port or path"
         )
     return name
 
@@ -72,15 +72,15 @@ class Settings(BaseSettings):
     """The folder of the join token, the admin key, policy versions, API keys and their usage."""
 
     api_key: SecretStr | None = None
-    """An API key without limits, besides those that admins create."""
+    """An API key without limits, in addition to the keys of admins."""
     admin_key: SecretStr | None = None
     """The key of the admin API; created in `state_dir` if not set."""
     join_token: SecretStr | None = None
     """The secret that workers join with; created in `state_dir` if not set."""
 
     redis_url: SecretStr | None = None
-    """The Redis in which several gateways share keys, policy, workers, limits and counts; None
-    shares nothing. It may contain a password."""
+    """The Redis that several gateways share, with keys, policy, workers, limits and counts; None:
+    no sharing. It may contain a password."""
 
     traces: Literal["off", "otlp"] = "off"
     """`otlp` sends spans to the OpenTelemetry collector at `OTEL_EXPORTER_OTLP_ENDPOINT`; needs the

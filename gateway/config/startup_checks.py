@@ -78,7 +78,7 @@ def check_state(settings: Settings) -> None:
             check_private(path)
     except NotPrivate as error:
         raise StartupError(
-            f"The gateway takes no secrets from {path}: {error.strerror}. Delete what is not yours "
+            f"The gateway reads no secrets from {path}: {error.strerror}. Delete what is not yours "
             f"there and run `chmod go-w {path}`, or set PACELINE_STATE_DIR to another folder."
         ) from None
     except OSError:
@@ -90,7 +90,7 @@ def ensure_secrets(settings: Settings) -> Settings:
     check_state(settings)
     if settings.redis_url is not None and settings.admin_key is None:
         raise StartupError(
-            "Gateways that share PACELINE_REDIS_URL need a common admin key: set "
+            "Gateways that share PACELINE_REDIS_URL need the same admin key: set "
             "PACELINE_ADMIN_KEY to the same secret for all of them."
         )
     join_token = settings.join_token or _ensure_stored(settings, "join_token")
@@ -99,7 +99,7 @@ def ensure_secrets(settings: Settings) -> Settings:
 
 
 def _ensure_stored(settings: Settings, name: StoredSecret) -> SecretStr:
-    """Return the stored secret; store a new one if there is none."""
+    """Return the stored secret; create and store it first if necessary."""
     path = secret_file(settings, name)
     title = f"The {name.replace('_', ' ')} in {path}"
     try:
@@ -136,7 +136,7 @@ def local_url(host: str, port: int) -> str:
 
 
 def network_url(host: str, port: int) -> str:
-    """Return the address by which other machines reach the gateway."""
+    """Return the address of the gateway for other machines."""
     return base_url(_network_host() if host in WILDCARDS else host, port)
 
 

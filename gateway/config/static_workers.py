@@ -44,10 +44,10 @@ class StaticWorker(BaseModel):
     pools: Annotated[tuple[Name, ...], Field(max_length=MAX_LANES)] = ()
     """Names of pools or lanes of the policy; empty: those of its kind."""
     labels: tuple[Label, ...] = Field(default=(), max_length=MAX_LABELS)
-    """Labels by which pools of the policy select workers."""
+    """Labels that pools of the policy use to select workers."""
     slots: int | None = Field(default=None, ge=1, le=1_000_000)
-    """The most requests at a time, over all its pools and models; None: what the engine tells, or
-    a number of its kind."""
+    """The most requests at a time, over all its pools and models; None: as the engine reports, or a
+    default of its kind."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?[A-Za-z0-9_]*$")
     """The environment variable that holds its API key, so that no key is in the file."""
     cache_salt: bool = False

@@ -1,8 +1,8 @@
 """Read one PDF from the standard input; write its pages as lines of JSON.
 
-Nobody knows what a stranger's PDF does to the libraries that read it, so this process has limits
-on its time and memory and no secrets, and each line is written as soon as it is known: what was
-read before a limit counts.
+Nobody knows what a stranger's PDF does to the libraries that read it, so this process has limits on
+its time and memory and no secrets, and writes each line as soon as it is known, so that pages
+before a limit count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Final
 
 INPUT_LIMIT_BYTES: Final = 32 << 20
 PICTURE: Final = "data:image/png;base64,"
-"""With which each picture begins."""
+"""The first bytes of each picture."""
 PAGE_PX: Final = 1024
 """The longer side of the picture of a page."""
 MEMORY_LIMIT_BYTES: Final = 512 << 20
@@ -134,7 +134,7 @@ def _png(width_px: int, height_px: int, lines: bytes) -> bytes:
 
 
 def main(pages: int) -> None:
-    """Read the PDF and write what is known of it, its first pages as pictures too."""
+    """Read the PDF and write its text, with its first pages as pictures."""
     _limit()
     logging.disable()
     content = sys.stdin.buffer.read(INPUT_LIMIT_BYTES)

@@ -38,7 +38,7 @@ _REQUEST_S = 60.0
 _CACHE_BYTES = 64 * 1024 * 1024
 _OUTPUT_LIMIT_BYTES = 64 * 1024 * 1024
 _FORMS = 3
-"""As the process writes what it has read, parsed, and in the body for a worker."""
+"""As lines of the process, parsed, and in the body for a worker."""
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """The rest may hold secrets."""
 _DAMAGED = Document(problem="it is damaged")
@@ -63,7 +63,7 @@ class DocumentReader:
     ) -> Mapping[str, Document]:
         """Return the documents of a request by their base64 texts.
 
-        `hold` gets the bytes of their contents while they are read, and of what is read.
+        `hold` gets the bytes of their contents while they are read, and of the result.
         """
         found: dict[str, Document] = {}
         new = new_bytes = 0
@@ -158,7 +158,7 @@ class DocumentReader:
 
 
 def _document_of(output: bytes) -> Document:
-    """Return what the lines of a process tell; the last one may be cut off."""
+    """Return the document in the lines of a process; the last one may be incomplete."""
     texts: list[str] = []
     pages: list[str] = []
     known: dict[str, Any] = {}

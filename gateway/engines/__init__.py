@@ -1,4 +1,4 @@
-"""Kinds of engines: what the gateway knows of each, and by which answers it tells them apart."""
+"""Kinds of engines: the properties of each, and the answers that identify it."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ _SIGNS: tuple[tuple[type[OpenAIEngine], Question, Sign], ...] = (
     (VllmMlx, VllmMlx.health, _fields("num_running", "num_waiting", "uptime_s")),
     (OpenAIEngine, MODELS, lambda answer: isinstance(answer.object().get("data"), list)),
 )
-"""A question, and what only this kind answers to it, in the order in which an engine is asked."""
+"""A question and the answer of only this kind, in the order of asking."""
 KINDS: Mapping[str, type[OpenAIEngine]] = {one.kind: one for one, _, _ in _SIGNS}
 assert {"auto", *KINDS} == set(get_args(EngineKind))
 
 
 async def detect(ask: Ask) -> type[OpenAIEngine]:
-    """Return the kind of an engine; raise `EngineSilent`, or `EngineUnusable` if it is none.
+    """Return the kind of an engine; raise `EngineSilent`, or `EngineUnusable` if it is unknown.
 
-    Each question is asked once. Redirects are answers like others, and no sign of any kind.
+    Each question is asked once. Redirects are answers like others, and identify no kind.
     """
     answers: dict[str, HttpAnswer] = {}
     for kind, question, is_sign in _SIGNS:
@@ -74,7 +74,7 @@ async def detect(ask: Ask) -> type[OpenAIEngine]:
             return kind
     statuses = {answer.status for answer in answers.values()}
     if statuses & {401, 403}:
-        raise EngineUnusable("The engine asks for an API key: name its environment variable.")
+        raise EngineUnusable("The engine requires an API key: name its environment variable.")
     if any(300 <= status < 400 for status in statuses):
-        raise EngineUnusable("The server at this URL redirects; name the engine's own address.")
-    raise EngineUnusable("The server at this URL is no engine that the gateway knows.")
+        raise EngineUnusable("The server at this URL redirects. Use the engine's own address.")
+    raise EngineUnusable("The gateway does not recognise the server at this URL as an engine.")

@@ -1,4 +1,4 @@
-"""What the gateway must know of a kind of engine, and what an engine tells of itself."""
+"""The interface of a kind of engine, and the state that an engine reports."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class HttpAnswer(NamedTuple):
     def admitted(self) -> HttpAnswer:
         """Return the answer; raise `EngineUnusable` if the engine refuses the gateway's key."""
         if self.status in (401, 403):
-            raise EngineUnusable("The engine asks for another API key.")
+            raise EngineUnusable("The engine rejects the API key.")
         return self
 
     def object(self) -> Json:
-        """Return the body as a JSON object, empty if it is none, or no success."""
+        """Return the body as a JSON object, empty if it is anything else, or an error."""
         try:
             return object_of(
                 from_json(self.text, allow_inf_nan=False) if self.status == 200 else {}
@@ -88,9 +88,9 @@ class EngineModel(NamedTuple):
     name: str
     """As the engine spells it: a name, `org/name:tag`, or the path of a folder."""
     lacks: frozenset[Feature] = TAKES_ALL
-    """Features that this model lacks, beside those that the kind lacks."""
+    """Features that this model lacks, in addition to those of the kind."""
     loaded: bool = True
-    """Whether it is in memory; True if the engine does not tell."""
+    """Whether it is in memory; True if the engine does not report it."""
     size_bytes: int = 0
     """Of its weights; 0 if unknown."""
     context_tokens: int = 0
@@ -107,15 +107,15 @@ class EngineModel(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """What an engine tells of itself at one time."""
+    """The state that an engine reports at one time."""
 
     models: tuple[EngineModel, ...] = ()
     slots: int | None = None
-    """Requests that it runs at a time; None if it does not tell."""
+    """Requests that it runs at a time; None if unknown."""
     drafts: bool = False
     """It decodes speculatively."""
     speculation: Speculation | None = None
-    """Its own counts of drafts since its start, of all its clients; None if it tells none."""
+    """Its own counts of drafts since its start, of all its clients; None if unknown."""
 
 
 class Isolation(Enum):
@@ -126,11 +126,11 @@ class Isolation(Enum):
     NO_REUSE = "no reuse"
     """By reading prompts again, once it has served two scopes."""
     NONE = "none"
-    """Not at all: the time to the first token tells whether somebody has sent a prompt before."""
+    """Not at all: the time to the first token shows whether somebody has sent a prompt before."""
 
 
 class Told(NamedTuple):
-    """What headers tell a worker of one request."""
+    """The headers for a worker about one request."""
 
     worker_id: str
     lane: str
@@ -152,9 +152,9 @@ class Engine(AnswerReader, ABC):
     shares_slots: ClassVar[bool] = True
     """The lanes and the models of the worker share its slots."""
     continues_streams: ClassVar[bool] = False
-    """The worker tells the tokens of a stream, and goes on with that of another worker."""
+    """The worker reports the tokens of a stream, and can continue another worker's stream."""
     tells_fault: ClassVar[bool] = False
-    """The type of an error, also in a stream, tells whether the request is at fault."""
+    """The type of an error, also in a stream, shows whether the request is at fault."""
     isolation: Isolation = Isolation.NONE
 
     def __init__(self, token: str = "") -> None:
@@ -179,12 +179,12 @@ class Engine(AnswerReader, ABC):
     def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
         """Return the body to send, given the serialized body and its fields.
 
-        `salt` names the isolation scope of the request; empty if all share what is cached.
+        `salt` names the isolation scope of the request; empty if all share cached prompts.
         """
 
     @abstractmethod
     def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
-        """Return the error for an answer that is none; `fields` are those of the request.
+        """Return the error for a failed answer; `fields` are those of the request.
 
         A `RefusedByWorker` is the client's fault and counts as an answer of the engine.
         """

@@ -1,4 +1,4 @@
-"""`llama-server` of llama.cpp: slots, drafts and cached tokens told in each answer.
+"""`llama-server` of llama.cpp: each answer reports slots, drafts and cached tokens.
 
 By its published API description, and recorded from the one in llama-cpp-python 0.3.36.
 """
@@ -25,22 +25,22 @@ from gateway.types import Drafts, Json, Usage
 
 FACTS = fact_pattern(*FORMS, "timings")
 _LOADED = (None, "loaded", "sleeping")
-"""A server of one model does not tell."""
+"""A server with one model does not report it."""
 _MODALITIES = {"vision": Feature.IMAGE, "audio": Feature.AUDIO}
 
 
 def with_cached(usage: Usage | None, cached: object) -> Usage | None:
-    """Return usage with the cached tokens that an answer tells elsewhere, if it tells any."""
+    """Return usage with the cached tokens that an answer reports elsewhere, if any."""
     if usage is None or usage.cached_known or cached is None:
         return usage
     return usage._replace(cached_tokens=min(count(cached), usage.prompt_tokens), cached_known=True)
 
 
 def drafts_of_timings(answer: Mapping[str, Any]) -> Drafts | None:
-    """Read the draft counts of the object `timings`; None if it has none.
+    """Read the draft counts of the object `timings`; None without any.
 
-    Without `draft_rounds`, every token that was no accepted draft counts as a step, so that the
-    mean length of a step is rather too low.
+    Without `draft_rounds`, every token except accepted drafts counts as a step, so the mean length
+    of a step is rather too low.
     """
     timings = object_of(answer.get("timings"))
     if timings.get("draft_n") is None:

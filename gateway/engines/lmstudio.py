@@ -1,7 +1,7 @@
 """LM Studio: several models of one Mac, loaded as they are requested.
 
-By its published API description (REST API v1, and v0 of older versions); not run here. It tells no
-cached tokens and knows no scopes.
+By its published API description (REST API v1, and v0 of older versions); not run here. It reports
+no cached tokens and supports no scopes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LmStudio(LocalEngine):
         ),
     )
     spellings = (*LocalEngine.spellings, ("repetition_penalty", "repeat_penalty"))
-    no_models = "The engine lists no models; download one there."
+    no_models = "The engine lists no models. Download one there."
 
     async def ask_state(self, ask: Ask) -> EngineState:
         """List its models that chat, and which are in memory."""

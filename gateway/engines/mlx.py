@@ -32,13 +32,13 @@ from paceline.protocol import Speculation
 _WHOLE_VOCABULARY = 32_000
 """Tokens that nearly all models have; few have less."""
 _OWN_MODEL = "default_model"
-"""The name of `mlx_lm.server` for the model with which it was started."""
+"""The name that `mlx_lm.server` uses for its initial model."""
 _MISTAKES = re.compile(rb"is not supported|audio format|has to be an integer in the")
 """How `mlx_vlm.server` words that its drafter or sampler does not take a request, or no audio."""
 _TENANT = "x-apc-tenant"
-"""The header by which the prefix cache of `mlx_vlm.server` tells tenants apart."""
+"""The header that separates tenants in the prefix cache of `mlx_vlm.server`."""
 _METADATA = "generation_metadata"
-"""Of an answer of vllm-mlx with something to tell, else null."""
+"""Of an answer of vllm-mlx, null if it reports nothing."""
 
 
 class _MlxEngine(LocalEngine):
@@ -49,10 +49,10 @@ class _MlxEngine(LocalEngine):
 
 
 class MlxLm(_MlxEngine):
-    """An `mlx_lm.server`: text, one model in memory, and 404 for whatever goes wrong.
+    """An `mlx_lm.server`: text, one model in memory, and 404 for any error.
 
-    It loads whatever model a request names, and lists all that it finds on its disk. Its thread for
-    HTTP answers while the one that generates has died; `/health` knows.
+    It loads whatever model a request names, and lists all that it finds on its disk. Its HTTP
+    thread still answers after the generating thread has died; only `/health` shows that.
     """
 
     kind = "mlx-lm"
@@ -60,7 +60,7 @@ class MlxLm(_MlxEngine):
     phrases = (
         Phrase(
             "top_logprobs must be",
-            "The engine gives at most 11 alternatives of each token.",
+            "The engine returns at most 11 alternatives per token.",
             "top_logprobs",
             "invalid_value",
         ),
@@ -73,10 +73,10 @@ class MlxLm(_MlxEngine):
     )
 
     async def ask_state(self, ask: Ask) -> EngineState:
-        """List its models; the last one that a request named is in memory.
+        """List its models; the last requested one is in memory.
 
-        Without a folder of downloads it fails to list any, also the one that it serves. Then those
-        that an admin has named are taken for granted.
+        Without a folder of downloads it cannot list any, even the model that it serves. Then this
+        trusts the names that an admin gave.
         """
         listed = named((await ask(MODELS)).objects())
         if not listed:
@@ -86,7 +86,7 @@ class MlxLm(_MlxEngine):
         return EngineState(tuple(models))
 
     def listed_as(self, name: str, listed: Collection[str]) -> str:
-        """Return a listed name, or its own name of the model with which it was started."""
+        """Return a listed name, or its own name of its initial model."""
         return name if name in listed or name == _OWN_MODEL else ""
 
     def adapt(self, fields: Json) -> None:
@@ -138,7 +138,7 @@ class MlxVlm(_MlxEngine):
 class VllmMlx(_MlxEngine):
     """A server of vllm-mlx, with the drafts of each answer beside it.
 
-    Its prefix cache is not told in answers and knows no scopes.
+    Its answers do not report its prefix cache, which supports no scopes.
     """
 
     kind = "vllm-mlx"
@@ -147,7 +147,7 @@ class VllmMlx(_MlxEngine):
 
     @staticmethod
     def drafts(answer: Mapping[str, Any]) -> Drafts | None:
-        """Read the drafts of an answer, one token a step; None if it tells none."""
+        """Read the drafts of an answer, one token a step; None if it reports none."""
         metadata = object_of(answer.get(_METADATA))
         if metadata.get("mtp_drafts") is None:
             return None

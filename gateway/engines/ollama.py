@@ -1,7 +1,7 @@
 """Ollama: several models of one machine, loaded as they are requested.
 
-By its published API description and source; not run here. It tells neither cached tokens nor drafts
-and knows no scopes.
+By its published API description and source; not run here. It reports neither cached tokens nor
+drafts, and supports no scopes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Ollama(LocalEngine):
     kind = "ollama"
     health = Question("/api/version")
     default_slots = 4
-    no_models = "The engine lists no models; `ollama pull` loads one."
+    no_models = "The engine lists no models. `ollama pull` downloads one."
 
     def __init__(self, *args: Any, **given: Any) -> None:
         self._abilities: dict[str, EngineModel | None] = {}
-        """What `/api/show` tells of the models listed last, by the digest of their weights."""
+        """Answers of `/api/show` about the last listed models, by the digest of their weights."""
         super().__init__(*args, **given)
 
     async def ask_state(self, ask: Ask) -> EngineState:
@@ -56,7 +56,7 @@ class Ollama(LocalEngine):
 
 
 async def _ask_abilities(ask: Ask, name: str) -> EngineModel | None:
-    """Return what a model can do; None if it does not chat."""
+    """Return the capabilities of a model; None if it does not chat."""
     shown = (await ask(Question("/api/show", {"model": name}))).object()
     lacks = frozenset[Feature]()
     if isinstance(abilities := shown.get("capabilities"), list):

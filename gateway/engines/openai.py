@@ -1,4 +1,4 @@
-"""Any server with OpenAI's API, and what all kinds of such engines share; vLLM is one."""
+"""Any server with OpenAI's API, such as vLLM, and the common part of such kinds."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class OpenAIEngine(Engine):
     """The question that an engine answers while it works."""
     default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
     default_slots: ClassVar[int] = 8
-    """Requests at a time, if neither the engine tells it nor the admin."""
+    """Requests at a time, if neither the engine nor the admin says so."""
     facts = fact_pattern(*FORMS)
     phrases: ClassVar[Sequence[Phrase]] = ()
     """Errors of this kind in words that others do not use."""
     spellings: ClassVar[Sequence[tuple[str, str]]] = ()
     """The fields of a request that this kind spells in another way."""
-    no_models: ClassVar[str] = "The engine lists no models; name them, or load one there."
+    no_models: ClassVar[str] = "The engine lists no models. Name them, or load one there."
 
     def __init__(
         self, token: str = "", names: Mapping[str, str] | None = None, *, cache_salt: bool = False
@@ -79,7 +79,7 @@ class OpenAIEngine(Engine):
         return state
 
     async def ask_state(self, ask: Ask) -> EngineState:
-        """Ask the engine for its state, which may have no models."""
+        """Ask the engine for its state, which may list no models."""
         listed = named((await ask(MODELS)).admitted().objects())
         return EngineState(
             tuple(
@@ -89,7 +89,7 @@ class OpenAIEngine(Engine):
         )
 
     def update(self, state: EngineState) -> None:
-        """Replace what is known of the engine."""
+        """Replace the known state of the engine."""
         self.state = state
         self._listed = listed = {model.name: model for model in state.models}
         names = self._names or {name: name for name in listed}
@@ -113,12 +113,12 @@ class OpenAIEngine(Engine):
         return name
 
     def model(self, name: str) -> EngineModel:
-        """Return what is known of a model, by its name in the fleet."""
+        """Return the known state of a model, by its name in the fleet."""
         there = self.names.get(name, name)
         return self._listed.get(there, EngineModel(there))
 
     def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
-        """Return the models that the engine has now, and those that differ."""
+        """Return the present models of the engine, and the ones that differ."""
         return tuple(self.names), self._views
 
     def headers(self, told: Told) -> Mapping[str, str]:
@@ -128,7 +128,7 @@ class OpenAIEngine(Engine):
     def body(self, body: Pieces, fields: Mapping[str, Any], salt: str) -> Pieces:
         """Return the body with the engine's name of the model and the fields that it knows.
 
-        Record what the engine keeps of it in memory: its model, and the scope of its prompt.
+        Record that the engine has its model and its prompt's scope in memory.
         """
         sent = {
             name: value
@@ -173,5 +173,5 @@ class LocalEngine(OpenAIEngine):
     """The older field limits an answer at all of them."""
 
     def listed_as(self, name: str, listed: Collection[str]) -> str:
-        """Return a listed name; the engine has no others."""
+        """Return a listed name, the only ones of the engine."""
         return name if name in listed else ""

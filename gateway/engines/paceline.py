@@ -54,7 +54,7 @@ class _Paceline(Engine):
     def refusal(self, status: int, body: bytes, fields: Mapping[str, Any]) -> GatewayError:
         """Return the error in its own words: they are ours.
 
-        The status of a stream is that of its head: what went wrong later has only a type.
+        The status of a stream is that of its head: a later error has only a type.
         """
         try:
             error = from_json(body)["error"]
@@ -99,7 +99,7 @@ class PacelineWorker(_Paceline):
         return (report.model,), blind
 
     def headers(self, told: Told) -> Mapping[str, str]:
-        """Return the token, the lane, what isolates the prompt, its sources and its limit."""
+        """Return the token, the lane, the prompt's scope, its sources and its limit."""
         headers = {
             **self.authorization_of(told.worker_id),
             "x-paceline-lane": told.lane,
@@ -118,7 +118,7 @@ class PacelineWorker(_Paceline):
 
 
 class PacelineGateway(_Paceline, OpenAIEngine):
-    """Another gateway of Paceline: an OpenAI server that tells drafts and cached tokens."""
+    """Another gateway of Paceline: an OpenAI server that reports drafts and cached tokens."""
 
     default_pools = ("text-mtp", "vlm")
     default_slots = 16

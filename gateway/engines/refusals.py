@@ -1,4 +1,4 @@
-"""The errors of engines: which are the client's, and what the client is told.
+"""The errors of engines: who is at fault, and the client's message.
 
 Engines word and shape their errors in many ways: OpenAI's object, FastAPI's `detail`, a plain text.
 They quote prompts, paths and libraries, so a client gets words of the gateway and the name of the
@@ -44,7 +44,7 @@ _CONSTRAINTS = (*CONSTRAINT_FIELDS, "tools")
 
 
 class Phrase(NamedTuple):
-    """Words by which engines tell of one fault, and what the client is told instead."""
+    """The words of engines for one fault, and the message that the client gets instead."""
 
     words: str
     """A pattern, in any case."""
@@ -60,16 +60,16 @@ class Phrase(NamedTuple):
 GRAMMAR = Phrase(
     # The last one: off Apple silicon, the grammars of MLX engines have no kernel.
     r"json.?schema|response_format|grammar|structured.output|guided_|\[metal_kernel\]",
-    "The engine does not take this schema or grammar.",
+    "The engine does not accept this schema or grammar.",
     "response_format",
 )
 TEMPLATE = Phrase(
     r"chat.?template|jinja|roles must alternate|conversation roles|TemplateError|UndefinedError",
-    "The chat template of the model does not take these messages.",
+    "The model's chat template does not accept these messages.",
     "messages",
 )
 _WHATEVER_STATUS = (GRAMMAR, TEMPLATE)
-"""Faults of a request to which engines also answer as to faults of their own."""
+"""Faults of a request that engines also report as faults of their own."""
 _PHRASES = (
     Phrase(
         r"context (length|size|window|budget)|n_ctx|maximum context|available context|"
@@ -82,14 +82,14 @@ _PHRASES = (
     Phrase(
         r"\bimages?\b|image_url|\bvision\b|multimodal|multi-modal|mmproj|only 'text' content|"
         r"\baudio\b|\bvideos?\b",
-        "The engine takes no such media with this model.",
+        "The engine does not accept such media with this model.",
         "messages",
     ),
     GRAMMAR,
-    Phrase(r"logprobs", "The engine gives no log-probabilities here.", "logprobs"),
+    Phrase(r"logprobs", "The engine returns no log-probabilities here.", "logprobs"),
     Phrase(
         r"does not support tools|tool_choice|tool.?call|\btools?\b",
-        "The engine does not take these tools with this model.",
+        "The engine does not accept these tools with this model.",
         "tools",
     ),
     TEMPLATE,
@@ -144,17 +144,17 @@ def _words(
         return "The engine does not serve this kind of request.", None, "endpoint_not_served"
     param = param or _named(text, fields)
     what = f"the value of '{param}'" if param else "this request"
-    return f"The engine does not take {what}.", param, "invalid_value"
+    return f"The engine does not accept {what}.", param, "invalid_value"
 
 
 def failed(status: int, text: str) -> errors.WorkerFailed:
-    """Return the error of a worker that failed, and log what is known of its fault."""
+    """Return the error of a worker that failed, and log the known facts about it."""
     log.warning("worker.failed status=%d phrase=%s chars=%d", status, _phrase_of(text), len(text))
     return errors.WorkerFailed()
 
 
 def _phrase_of(text: str) -> str:
-    """Name the fault that a text tells of, for the log."""
+    """Name the fault in a text, for the log."""
     if _MODEL_GONE.search(text):
         return "model"
     known = (one for one in _PHRASES if one.found_in(text))
@@ -190,7 +190,7 @@ def _named(text: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _asked_by(param: str, fields: Mapping[str, Any]) -> str | None:
-    """Return the field of a request that asks for what the engine refuses; None without one."""
+    """Return the field of a request that the engine refuses; None without one."""
     names = {"messages": ("messages", "prompt"), "response_format": _CONSTRAINTS}
     return next(
         (name for name in names.get(param, (param,)) if fields.get(name) not in _ABSENT), None

@@ -77,7 +77,7 @@ class CircuitBreaker:
 
     @property
     def available_at_s(self) -> float:
-        """Return the time from which the worker gets requests again."""
+        """Return the time when the worker gets requests again."""
         return max(self.ejected_until_s, self.busy_until_s)
 
     def record_success(self, now_s: float, slots: int) -> CircuitBreaker:

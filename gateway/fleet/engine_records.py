@@ -92,7 +92,7 @@ class EngineRecords:
         except EngineUnusable as unusable:
             raise FieldInvalid(str(unusable), param="url") from None
         if watched.engine is not None and not watched.engine.names:
-            raise FieldInvalid("The engine has none of these models.", param="models")
+            raise FieldInvalid("The engine does not have any of these models.", param="models")
         record = EngineRecord(
             worker=worker, since=datetime.fromtimestamp(int(self._wall()), UTC), author=author
         )

@@ -128,7 +128,7 @@ class EngineWatch:
         return Job(work=self.probe_all, period_s=HEARTBEAT_INTERVAL_S)
 
     def replace(self, engines: Iterable[WatchedEngine]) -> None:
-        """Watch these engines and no others; those that have not changed keep their state."""
+        """Watch these engines and no others; unchanged ones keep their state."""
         wanted = {one.entry.id: one for one in engines}
         for worker_id, old in tuple(self.engines.items()):
             new = wanted.get(worker_id)
@@ -139,7 +139,7 @@ class EngineWatch:
         self.engines = wanted
 
     async def probe_all(self) -> None:
-        """Start a probe of each engine that has none running, so that none delays another.
+        """Start a probe of each engine without a running one, so that none delays another.
 
         A probe may last longer than a worker lives without a heartbeat.
         """
@@ -171,7 +171,7 @@ class EngineWatch:
             problem = f"The engine does not answer: {silent}."
         except Exception:  # one engine must not stop the probes
             log.exception("engine.probe_failed worker=%s", watched.entry.id)
-            problem = "The answers of the engine cannot be read."
+            problem = "The gateway cannot read the engine's answers."
         if self.engines.get(watched.entry.id) is not watched:
             return
         if problem and not watched.problem:
@@ -198,13 +198,13 @@ class EngineWatch:
             watched.answered_at_s = self._clock()
             # Not every server has the path, but a rejected API key fails every request.
             if answer.status >= 500 or answer.status in _FORBIDDEN:
-                return f"The engine answers with the status {answer.status}."
+                return f"The engine answers with status {answer.status}."
         if engine.names and self._is_live(watched):
             await self._heartbeat(watched)
         if not busy and self._clock() - watched.read_at_s >= _READ_INTERVAL_S:
             await self._read(watched, engine)
         if not engine.names:
-            return "The engine has none of the models that it is listed for."
+            return "The engine does not have any of its configured models."
         return await self._heartbeat(watched)
 
     def _works(self, watched: WatchedEngine) -> bool:
@@ -240,7 +240,7 @@ class EngineWatch:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 state = await engine.read(lambda question: self._ask(watched, question))
         except TimeoutError:
-            why = f"no answer about its models within {READ_TIMEOUT_S:g} s"
+            why = f"no list of models within {READ_TIMEOUT_S:g} s"
             raise EngineSilent(why, timed_out=True) from None
         engine.update(state)
         watched.read_at_s = self._clock()

@@ -24,7 +24,7 @@ _Flow = tuple[Priority, str]
 
 
 class FairQueue(Generic[Ticket]):
-    """Tickets in the order in which they are served."""
+    """Tickets in the order of service."""
 
     def __init__(self) -> None:
         self._order: list[tuple[float, int, int, Ticket]] = []
@@ -79,7 +79,7 @@ class FairQueue(Generic[Ticket]):
 
 
 def room_for(client: str, waiting: dict[Waiting, str]) -> Waiting | None:
-    """Return which of those that wait leaves for a client that has fewer; None: it has no fewer.
+    """Return the waiting ticket that leaves for a client with fewer; None: it has as many.
 
     `waiting` has their clients in order. The last one of the client with the most leaves.
     """

@@ -36,7 +36,7 @@ CHECK_REFUSALS = (
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
     HTTPStatus.UNPROCESSABLE_ENTITY,
 )
-"""The statuses of a check that refuse the request; others tell of the worker."""
+"""The statuses of a check that refuse the request; others concern the worker."""
 MAX_ATTEMPTS = 2
 _MAX_CALL_BACKS = 64
 # Later another machine may have its address, and the question carries the token.
@@ -71,7 +71,7 @@ class ReportClient:
         The sentence is for the owner of the worker, and for admins.
         """
         if self._call_backs.locked():  # the worker sends its heartbeat again
-            return "The gateway checks too many workers at once; it tries again."
+            return "The gateway is checking too many workers at once. It will try again."
         async with self._call_backs:
             try:
                 report = await self._fetch(worker, CALL_BACK_TIMEOUT_S)
@@ -98,7 +98,7 @@ class ReportClient:
             return None
 
     async def delete_prefixes(self, worker: WorkerReport, scopes: Sequence[str]) -> bool:
-        """Return whether a worker has deleted what it cached of isolation scopes; none: of all."""
+        """Return whether a worker has deleted its cache of isolation scopes; none: of all."""
         params = {"scope": list(scopes)}
         try:
             async with asyncio.timeout(DELETION_TIMEOUT_S):
@@ -115,7 +115,7 @@ class ReportClient:
         return response.status_code == httpx.codes.NO_CONTENT
 
     async def _refresh_all(self) -> None:
-        """Update the reports of all live workers; one that times out keeps its last report."""
+        """Update the reports of all live workers; after a timeout the last report stays."""
         current = [
             self._record(one.report, self._fleet.update_report)
             for one in self._fleet.workers()
@@ -128,7 +128,7 @@ class ReportClient:
         await self._record(worker, self._fleet.probe_succeeded)
 
     async def recall(self, known: Iterable[tuple[WorkerReport, float]]) -> None:
-        """Ask workers, by their last reports and the seconds since; record those that are gone.
+        """Ask workers, by their last reports and the seconds since; record missing ones.
 
         Whoever starts this gateway again, starts the workers of this machine again too.
         """
@@ -196,7 +196,7 @@ class _NoReport(Exception):
 
 
 _FIREWALL = (
-    "The gateway gets no answer at the worker's address: a firewall may block its port. On macOS, "
+    "No answer came from the worker's address: a firewall may block its port. On macOS, "
     "allow incoming connections for Python: System Settings > Network > Firewall > Options."
 )
 _NO_ROUTE = (
@@ -204,13 +204,13 @@ _NO_ROUTE = (
     "terminals of gateway and worker: System Settings > Privacy & Security > Local Network."
 )
 _REFUSED = (
-    "The worker's address refuses the gateway's connection: nothing listens there, or a firewall "
+    "The worker's address refuses the gateway's connection. Nothing listens there, or a firewall "
     "rejects it. Check --host and --port of the worker."
 )
 _NO_NAME = "The gateway cannot resolve the worker's name. Start the worker with an IP as --host."
 _OTHER_TOKEN = "The program at the worker's address has another join token."  # noqa: S105
-_OTHER_PROGRAM = "The program at the worker's address does not answer as a worker does."
-_OTHER_PROCESS = "Another worker, or an earlier start of this one, answers at the worker's address."
+_OTHER_PROGRAM = "The program at the worker's address is not a worker."
+_OTHER_PROCESS = "Another worker, or an earlier run of this one, answers at the worker's address."
 _PROBLEMS = {
     errno.ECONNREFUSED: _REFUSED,
     errno.ETIMEDOUT: _FIREWALL,
@@ -220,7 +220,7 @@ _PROBLEMS = {
 
 
 def _problem(error: BaseException) -> str:
-    """Return the reason for an error of the client library, and what to do about it."""
+    """Return the reason for an error of the client library, and its remedy."""
     if isinstance(error, TIMEOUTS):
         return _FIREWALL
     match system_error(error):

@@ -20,7 +20,7 @@ _KNOWN = TypeAdapter(list[tuple[float, WorkerReport]])
 
 
 class KnownWorkers:
-    """What one gateway keeps of its workers, under a name that no other gateway of the folder has.
+    """The workers of one gateway, stored under a name that no other gateway of the folder has.
 
     `clock` is monotonic, `wall` returns seconds since 1970.
     """

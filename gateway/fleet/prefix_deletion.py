@@ -1,8 +1,8 @@
 """Deletion of cached conversations at the workers, when the last key of their scope has ended.
 
-The job compares the isolation scopes of ended keys with what each boot of a worker has confirmed,
-so a worker that was away deletes them when it is back. A worker deletes files that nobody uses by
-itself within a week; keys that ended earlier have left nothing.
+The job compares the isolation scopes of ended keys with the deletions that each boot of a worker
+has confirmed, so a worker that was away deletes them when it is back. A worker deletes files that
+nobody uses by itself within a week; keys that ended earlier have left nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ISOLATIONS = (PrefixPolicy(isolation="key"), PrefixPolicy(isolation="team"))
 
 
 class PrefixDeletion:
-    """Deletes what workers have cached of isolation scopes; `wall` returns seconds since 1970.
+    """Deletes the caches of isolation scopes at workers; `wall` returns seconds since 1970.
 
     `callers_since` returns the callers of valid keys, and of keys that have ended since a time;
-    `cache_salt` the name by which workers know the scope of a caller.
+    `cache_salt` the workers' name of the scope of a caller.
     """
 
     def __init__(

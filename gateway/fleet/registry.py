@@ -24,15 +24,15 @@ from policies.sections import Pool
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 2.0
-"""Interval in which workers are asked to send heartbeats."""
+"""Interval of heartbeats that the gateway requests."""
 MAX_KNOWN_MODELS = 1024
 NEVER_S = float("-inf")
 NO_WORKERS: frozenset[str] = frozenset()
 # After this gateway's event loop has stalled for so long, timeouts prove nothing about workers.
 _STALL_S = 1.0
 _ABSENCES = {
-    "restarting": (logging.WARNING, "its process ended, and it is started again"),
-    "silent": (logging.WARNING, "nothing has come from it for {age_s:.0f} s"),
+    "restarting": (logging.WARNING, "its process ended and is being restarted"),
+    "silent": (logging.WARNING, "it has sent nothing for {age_s:.0f} s"),
     "left": (logging.INFO, "it signed off"),
 }
 _TIMEOUTS = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
@@ -73,7 +73,7 @@ class WorkerRegistry:
         self._jitter = jitter
         self._static_models = self._known_models = known_models
         self._seen_models: dict[str, None] = {}
-        """Models of workers that send heartbeats, also of those that are gone."""
+        """Models of workers that send heartbeats, including missing workers."""
         self._sampling: dict[str, Sampling] = {}
         """The defaults of each model, as the last of its workers to start reports them."""
         self._logged_full = False
@@ -87,7 +87,7 @@ class WorkerRegistry:
         self._last_tick_s: float | None = None
         self._view = FleetView.of((), known_models)
         self._view_until_s = NEVER_S
-        """When time alone changes which workers are available; the past after another change."""
+        """When time by itself changes which workers are available; the past after a change."""
         self._changed: set[WorkerState] = set()
         """Workers whose load has changed since the view was taken."""
 
@@ -201,8 +201,8 @@ class WorkerRegistry:
     def compensate_stall(self, stall_s: float) -> None:
         """Extend all heartbeats by the time for which this gateway's event loop has stalled.
 
-        To be called several times a second with the delay of the call; from the first call on, a
-        missing call counts as a stall too.
+        Call it several times a second with the delay of the call; after the first call, a missing
+        call counts as a stall too.
         """
         self._last_tick_s = self._clock()
         if stall_s >= _STALL_S:
@@ -239,9 +239,9 @@ class WorkerRegistry:
             log.log(level, "fleet.lost worker=%s kind=%s: %s", worker_id, kind, why)
 
     def acquire(self, candidate: Candidate, *, ejected: bool = False) -> Lease | None:
-        """Acquire a slot of a lane; return None if it has none free.
+        """Acquire a slot of a lane; return None if all are taken.
 
-        `ejected`: an ejected worker may have one too, for as many requests as on probation.
+        `ejected`: allow an ejected worker too, for as many requests as on probation.
         """
         worker = self._workers.get(candidate.worker_id)
         if worker is None or not self._has_free_slot(worker, candidate.lane, ejected=ejected):
@@ -298,7 +298,7 @@ class WorkerRegistry:
         return self._workers.get(worker_id)
 
     def workers(self) -> tuple[WorkerState, ...]:
-        """Return the live workers, those that accept no requests included."""
+        """Return all live workers, whether they accept requests or not."""
         self._expire()
         return tuple(self._workers.values())
 
@@ -323,7 +323,7 @@ class WorkerRegistry:
         )
 
     def view_of_all(self) -> FleetView:
-        """Return all workers for decisions, also those that accept no requests now."""
+        """Return all workers for decisions, whether they accept requests or not."""
         views = [worker.update_view() for worker in self.workers()]
         return FleetView.of(views, self._known_models, self._sampling)
 
@@ -351,10 +351,10 @@ class WorkerRegistry:
     def node_sources(
         self, taker: WorkerState, holders: Iterable[tuple[WorkerBoot, int]]
     ) -> tuple[NodeSource, ...]:
-        """Return those of the holders that can send nodes of their prefix cache to a worker.
+        """Return the holders that can send nodes of their prefix cache to a worker.
 
-        So can a worker that is full, cordoned or draining. An address of this machine is none of
-        another one's.
+        Full, cordoned and draining workers can. Another machine cannot reach an address of this
+        one.
         """
         sources = []
         for (worker_id, boot_id), tokens in holders:
@@ -398,7 +398,7 @@ class WorkerRegistry:
     def engine_free_in_s(self, model: str, without: Collection[str], at_s: float) -> float | None:
         """Return when the first engine is free that took requests at a time but for being busy.
 
-        None if there is none. Workers of Paceline are left out: they have a queue of their own.
+        None without one. Workers of Paceline do not count: they have their own queue.
         """
         waits_s = [
             worker.busy_for_s

@@ -33,7 +33,7 @@ from policies.document import PolicyDocument
 log = logging.getLogger(__name__)
 
 PROBE_S = 5.0
-"""A busy worker refuses a request at once: one that has not in this time has taken it."""
+"""A busy worker refuses a request at once: after this time it has accepted it."""
 _FLOOD = 16
 _FLOOD_LOGGED_S = 60.0
 
@@ -112,12 +112,11 @@ class Scheduler:
     ) -> Lease:
         """Decide which lane takes a request and acquire a slot there, in the queue if need be.
 
-        `tried` excludes workers. `on_decision` gets the decision before any wait; `since_s` is the
-        time from which the request waits. A request that a worker had `begun` waits even in a full
-        queue; one that has `awaited` a busy engine has less time left there. Raise
-        `PoolsNotAllowed`, `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is left,
-        `QueueFull` or `QueueTimeout`. The caller must `release` the lease in the same function,
-        however it ends.
+        `tried` excludes workers. `on_decision` gets the decision before any wait; `since_s` is when
+        the request began to wait. A request that a worker had `begun` waits even in a full queue;
+        one that has `awaited` a busy engine has less time left there. Raise `PoolsNotAllowed`,
+        `FeatureUntaken`, `NoWorker` or `WorkerBusy` if no worker is left, `QueueFull` or
+        `QueueTimeout`. The caller must `release` the lease in the same function, however it ends.
         """
         before_s = self._clock()
         decision = self._decide(request, tried, first_only=True)
@@ -157,8 +156,8 @@ class Scheduler:
         message = errors.WorkerBusy.message
         if (report := self._fleet.report_short_of_memory(model)) is not None:
             used, limit = report.footprint_bytes / 1e9, report.footprint_limit_bytes / 1e9
-            message += f" The memory of a worker is nearly full: it uses {used:.1f} GB, of"
-            message += f" {limit:.1f} GB that it may use."
+            message += f" The memory of a worker is nearly full: it uses {used:.1f} of"
+            message += f" {limit:.1f} GB."
         return errors.WorkerBusy(message, retry_after_s=retry_after_s)
 
     async def _await_engine(self, request: RoutingRequest, busy_s: float, since_s: float) -> None:
@@ -214,7 +213,7 @@ class Scheduler:
         return None
 
     def record_taken(self, lease: Lease) -> None:
-        """Record that a worker takes a request, and let others follow to one that was busy."""
+        """Record that a worker accepts a request, and let others follow if it was busy."""
         if lease.probes:
             self._fleet.record_taken(lease)
             self.wake()
@@ -234,7 +233,7 @@ class Scheduler:
     def _take(
         self, candidate: Candidate, policy: PolicyDocument, *, ejected: bool = False
     ) -> Lease | None:
-        """Acquire a slot of a lane; return None if lane or pool have none free."""
+        """Acquire a slot of a lane; return None if lane or pool are full."""
         pool = self._pools[candidate.pool]
         bound = policy.pools[candidate.pool].slots
         if bound is not None and pool.running >= bound:

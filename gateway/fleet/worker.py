@@ -68,7 +68,7 @@ class WorkerState:
     models: tuple[str, ...] = ()
     """The models that it serves, by the last report."""
     eligibility: tuple[object, ...] = ()
-    """What makes it eligible for requests, by the last report."""
+    """Its eligibility for requests, by the last report."""
     view: WorkerView = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class WorkerState:
         self.update(self.report)
 
     def update(self, report: WorkerReport) -> None:
-        """Replace the report and compute what decisions read of it."""
+        """Replace the report and compute the values that decisions read."""
         self.report = report
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
@@ -148,7 +148,7 @@ class WorkerState:
     def reported_requests(self) -> int:
         """Return how many requests it has as of its last report, whoever sent them.
 
-        Engines without reports, and workers that are silent for too long, have none.
+        Engines without reports, and workers that are silent for too long, have 0.
         """
         if not self.backend.sends_reports or not self.is_live:
             return 0
@@ -161,7 +161,7 @@ class WorkerState:
 
     @property
     def trouble(self) -> str:
-        """Return what an admin has to do about it; empty if there is nothing to do."""
+        """Return the advice for an admin; empty if it needs no action."""
         return self.problem or (_RIVAL if self.has_rival else "")
 
     @property

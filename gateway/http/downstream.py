@@ -73,7 +73,7 @@ class DownstreamProtocol(BoundedProtocol):
             self.writer.on_write_paused(True)
 
     def resume_writing(self) -> None:
-        """Resume what was paused."""
+        """Resume the paused side."""
         super().resume_writing()
         if self.writer is not None:
             self.writer.on_write_paused(False)
@@ -125,7 +125,7 @@ class EventWriter:
         self._send(piece)
 
     def chunk_sender(self) -> Callable[[bytes], None] | None:
-        """Return what sends pieces that are HTTP chunks already; None if the stream has none."""
+        """Return a sender of ready HTTP chunks; None if the stream has no chunks."""
         return None
 
     def end(self, piece: bytes = b"") -> None:
@@ -225,7 +225,7 @@ class ResponseWriter(EventWriter):
         self._send(framed)
 
     def chunk_sender(self) -> Callable[[bytes], None] | None:
-        """Return what sends pieces that are HTTP chunks already; None if the stream has none."""
+        """Return a sender of ready HTTP chunks; None if the stream has no chunks."""
         return self._send if self._chunked and self.started and not self._head else None
 
     def end(self, piece: bytes = b"") -> None:
@@ -271,7 +271,7 @@ class ResponseWriter(EventWriter):
         return not self._cycle.flow.write_paused
 
     async def drained(self) -> None:
-        """Wait until the client has read enough of what was written."""
+        """Wait until the client has read enough."""
         if self._cycle.flow.write_paused:
             await self._cycle.flow.drain()
 
@@ -323,7 +323,7 @@ class ResponseWriter(EventWriter):
 
 
 def _ignore(_: object) -> None:
-    """Take what nobody needs."""
+    """Discard a message."""
 
 
 def response_writer(scope: Scope) -> ResponseWriter:
@@ -335,8 +335,8 @@ def response_writer(scope: Scope) -> ResponseWriter:
 class CancelScope:
     """A context that ends early: when cancelled, at its deadline, or when the client disconnects.
 
-    It works like `asyncio.timeout`: what is awaited inside is cancelled and releases its resources
-    on the way out. The connection reports the client and the time; no task waits for either.
+    It works like `asyncio.timeout`: an inner wait is cancelled and releases its resources on the
+    way out. The connection reports the client and the time; no task waits for either.
     """
 
     def __init__(self, writer: ResponseWriter) -> None:
@@ -417,7 +417,7 @@ def pieces(body: bytes) -> Iterator[bytes]:
 
 
 def in_pieces(send: Send) -> Send:
-    """Return what sends a body in pieces, each once the client has read enough of those before."""
+    """Return a sender of pieces of a body, each once the client has read enough."""
 
     async def send_pieces(message: Message) -> None:
         body = message.get("body", b"")
@@ -432,7 +432,7 @@ def in_pieces(send: Send) -> Send:
 
 
 def head_of(send: Send) -> Send:
-    """Return what sends the head of a response and ends it there."""
+    """Return a sender of a response that ends after its head."""
 
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -451,7 +451,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 
 def replaced_body(scope: Scope, status: int, body: bytes) -> Headers:
-    """Return the header from which `deploy/nginx.conf` takes the body of an error."""
+    """Return the header with the body of an error, for `deploy/nginx.conf`."""
     replaced = status in _REPLACED and header(scope, RESEND)
     return [(b"x-paceline-error", body)] if replaced else []
 

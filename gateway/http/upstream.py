@@ -238,7 +238,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._on_flood = on_flood
         self._reading = True
         self._rest = b""
-        """What was read and waits for its turn."""
+        """Bytes that were read and wait for their turn."""
         self._queued = False
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
@@ -322,7 +322,7 @@ class UpstreamConnection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def pour(self, sink: Sink, chunk_sink: Sink | None = None) -> bytes:
-        """Pass each piece to a sink in the iteration of the loop in which it comes, up to the end.
+        """Pass each piece to a sink in the same iteration of the loop, up to the end.
 
         Data that is one whole chunk is offered to `chunk_sink` first. Return the bytes that came
         with the end; raise `ConnectionLost` if the end is missing.
@@ -344,7 +344,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._set_reading()
 
     def take_turn(self) -> None:
-        """Take in what was read, for as long as one turn may take, and read again behind it."""
+        """Process the bytes that were read for at most one turn, then read again."""
         until_s = time.monotonic() + TURN_S  # uvloop's own time is that of the iteration
         try:
             while self._rest and self._error is None and not self._paused:
@@ -357,7 +357,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._set_reading()
 
     def _set_reading(self) -> None:
-        """Read, unless the reader has paused or what was read waits for its turn."""
+        """Read, unless the reader has paused or bytes wait for their turn."""
         if self._error is not None:
             return
         if self._rest and not (self._paused or self._queued):
@@ -415,7 +415,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and pass on what came."""
+        """Parse the received bytes, and pass them on."""
         if not self._busy:
             self.abort()  # no request is waiting for it
             return
@@ -516,9 +516,9 @@ class UpstreamConnection(asyncio.Protocol):
             self._phase = _END
 
     def _deliver(self) -> None:
-        """Pass what came to the sink, else wake the reader; pause the worker if there is too much.
+        """Pass received bytes to the sink, else wake the reader; pause the worker beyond the bound.
 
-        What came with the end goes to the reader too, which ends the response with it.
+        Bytes with the end go to the reader too, which ends the response with them.
         """
         ended = self._phase == _END
         if self._sink is None or ended:

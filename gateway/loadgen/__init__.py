@@ -7,7 +7,7 @@ from typing import Any
 
 
 class MeasurementError(Exception):
-    """Nothing can be measured; the message is one sentence that says what to change."""
+    """Nothing can be measured; the message is one sentence that names the necessary change."""
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ def read_answer(response: RawResponse) -> Answer:
     try:
         return _read(response, answer)
     except (AttributeError, TypeError):  # a list where an object belongs, and the like
-        return answer(problem="an event is not in OpenAI's shape")
+        return answer(problem="an event is not in OpenAI's format")
 
 
 def _read(response: RawResponse, answer: Callable[..., Answer]) -> Answer:
@@ -256,4 +256,4 @@ async def _listed_model(client: httpx.AsyncClient, url: str, base_url: str, like
             return like if like in chats else str(next(iter(chats), first))
         case {"error": {"message": str(why)}}:
             raise MeasurementError(f"{base_url} does not list its models: {why}")
-    raise MeasurementError(f"{base_url} lists no model; --model names one.")
+    raise MeasurementError(f"{base_url} does not list any model; name one with --model.")

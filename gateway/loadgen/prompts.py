@@ -71,7 +71,7 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
         if line.strip()
     )
     if not prompts:
-        raise MeasurementError(f"{file} contains no prompt.")
+        raise MeasurementError(f"{file} does not contain any prompts.")
     return prompts
 
 

@@ -140,7 +140,7 @@ def _table(*columns: str, text: int) -> Table:
 def compare(measurements: Sequence[Measurement]) -> list[Ratio]:
     """Return the ratios at each level over the repetitions that both endpoints completed.
 
-    A figure that A or B lacks has no ratio.
+    The result omits a figure that A or B lacks.
     """
     records = {
         (measured.level, measured.repetition, measured.endpoint): measured.figures

@@ -61,7 +61,7 @@ def summarize(
 
 
 def spread(name: str, times_s: Iterable[float | None]) -> dict[str, float]:
-    """Return the distribution of times, in milliseconds; it is empty if all times are None."""
+    """Return the distribution of times, in milliseconds; empty if all times are None."""
     times_ms = [1e3 * time_s for time_s in times_s if time_s is not None]
     if not times_ms:
         return {}

@@ -1,4 +1,4 @@
-"""What wire formats share: reading an engine's answer, naming fields, encoding a stream."""
+"""The common part of wire formats: reading answers, naming fields, encoding streams."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ class AnswerMalformed(ValueError):
 
 
 def object_in(answer: Mapping[str, Any], name: str) -> Json:
-    """Return the object in a field of an engine's answer, empty if there is none."""
+    """Return the object in a field of an engine's answer, else an empty one."""
     value = answer.get(name)
     if value is None:
         return {}
@@ -35,7 +35,7 @@ def object_in(answer: Mapping[str, Any], name: str) -> Json:
 
 
 def objects_in(answer: Mapping[str, Any], name: str) -> list[Json]:
-    """Return the list of objects in a field of an engine's answer, empty if there is none."""
+    """Return the list of objects in a field of an engine's answer, else an empty one."""
     values = answer.get(name)
     if values is None:
         return []
@@ -45,13 +45,13 @@ def objects_in(answer: Mapping[str, Any], name: str) -> list[Json]:
 
 
 def choice_of(answer: Mapping[str, Any]) -> Json:
-    """Return the first choice of an engine's answer or chunk, empty if there is none."""
+    """Return the first choice of an engine's answer or chunk, else an empty one."""
     choices = objects_in(answer, "choices")
     return choices[0] if choices else {}
 
 
 def text_in(answer: Mapping[str, Any], name: str) -> str:
-    """Return the text in a field of an engine's answer, empty if there is none."""
+    """Return the text in a field of an engine's answer, else an empty one."""
     value = answer.get(name)
     if value is None:
         return ""
@@ -108,14 +108,14 @@ class StreamEncoder(ABC):
 
     @abstractmethod
     def event(self, event: bytes, frame: Json) -> bytes:
-        """Return what the client gets for one event of the engine and its parsed frame.
+        """Return the client's bytes for one event of the engine and its parsed frame.
 
         Raises `AnswerMalformed`.
         """
 
     @abstractmethod
     def done(self) -> bytes:
-        """Return what the client gets at the end of a complete stream, for the engine's end."""
+        """Return the client's bytes at the end of a complete stream, for the engine's end."""
 
 
 CUT = ("length", "content_filter")

@@ -1,6 +1,6 @@
-"""What stands in a chat for a PDF: its text, and its pages as pictures if the model sees them.
+"""The parts of a chat for a PDF: its text, and its pages as pictures if the model reads them.
 
-Something else reads the PDFs, before a body is translated: a pure function waits for nothing.
+Another module reads the PDFs before translation, because a pure function cannot wait.
 """
 
 import math
@@ -20,7 +20,7 @@ from paceline.request.content import (
 )
 
 UNREAD = "it was not read"
-_NO_TEXT = "it has no text, and this model sees no pictures"
+_NO_TEXT = "it contains no text, and this model does not read pictures"
 _PDF_URL = "data:application/pdf;base64,"
 _PDF_HEAD = "JVBERi0"
 """The base64 text of `%PDF-`."""
@@ -31,7 +31,7 @@ _ALL_MEDIA = frozenset(MEDIA_KINDS.values())
 
 
 class Document(NamedTuple):
-    """What was read of a PDF."""
+    """The content of a PDF."""
 
     text: str = ""
     page_count: int = 0
@@ -57,7 +57,7 @@ class Document(NamedTuple):
         shown = f" {' '.join(name.split())[:_NAME_CHARS]!r}" if isinstance(name, str) else ""
         text = f"[The text of the PDF document{shown}, {self.page_count} pages:]\n{self.text}"
         if not self.whole:
-            text += "\n[The rest of the document is left out.]"
+            text += "\n[The rest of the document is missing.]"
         pictures = [{"type": "image_url", "image_url": {"url": page}} for page in self.pages]
         return [{"type": "text", "text": text}, *pictures]
 
@@ -66,7 +66,7 @@ NO_DOCUMENTS: Mapping[str, Document] = MappingProxyType({})
 
 
 class Readable(NamedTuple):
-    """What a model can read, besides text."""
+    """The media that a model can read, besides text."""
 
     media: frozenset[str] = _ALL_MEDIA
     """The kinds of media that its workers take."""
@@ -99,7 +99,7 @@ def pixels_of(picture: Mapping[str, Any]) -> int:
 
 
 def pdf_of(block: Mapping[str, Any]) -> str | None:
-    """Return the base64 text of a block, part or item that is a PDF; None if it is none."""
+    """Return the base64 text of a block, part or item if it is a PDF, else None."""
     match block:
         case {"type": "document", "source": {"type": "base64", "data": str() as data}}:
             return data

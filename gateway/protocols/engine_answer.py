@@ -1,4 +1,4 @@
-"""One well-formed form of what engines answer, before any wire format reads it.
+"""One well-formed form of engines' answers, before any wire format reads them.
 
 Engines cut, number and name the calls of tools in many ways, spell reasoning in two, and end an
 answer with reasons of their own. Here an answer becomes one that OpenAI could have sent: calls
@@ -39,10 +39,10 @@ class FieldUnheld(AnswerMalformed):
 
 
 class EngineAnswer:
-    """What an engine has told of one answer so far.
+    """The state of one answer of an engine so far.
 
-    `stem` is unique among answers; made ids begin with it. `model` is the name by which the client
-    knows the model. With `ends` an answer must tell why it ended.
+    `stem` is unique among answers; made ids begin with it. `model` is the client's name of the
+    model. With `ends` an answer must say why it ended.
     """
 
     def __init__(self, stem: str, model: str, rules: CallRules, *, ends: bool = True) -> None:
@@ -95,7 +95,7 @@ class EngineAnswer:
         return self._calls[number]
 
     def _end(self, choice: Json, calls: "_Calls", reason: str) -> bool:
-        """Name the reason of the end by what the answer has; return whether it changed."""
+        """Set the reason of the end by the answer's content; return whether it changed."""
         if reason in ("stop", CALLS):
             reason = CALLS if calls.kept else "stop"
             if self._rules.forced and not calls.kept:
@@ -139,9 +139,9 @@ class _Call:
 
 @dataclass(slots=True)
 class _Calls:
-    """The calls of one choice, in the order in which they began.
+    """The calls of one choice, in the order of their beginnings.
 
-    One is passed on at a time; what comes of later ones meanwhile waits until it is whole.
+    One is passed on at a time; pieces of later ones wait until it is complete.
     """
 
     stem: str
@@ -189,7 +189,7 @@ class _Calls:
         return call
 
     def release(self, reason: str) -> Iterator[Json]:
-        """Yield what may be passed on now; after the end, which has a reason, all.
+        """Yield the pieces that may be passed on now; after the end, which has a reason, all.
 
         Raise `AnswerMalformed`.
         """
@@ -208,7 +208,7 @@ class _Calls:
             self.open += 1
 
     def _pass_on(self, call: _Call) -> Iterator[Json]:
-        """Yield what the client lacks of a call, which has a name."""
+        """Yield the part of a call that the client lacks; the call has a name."""
         piece, call.sent = "".join(call.pieces[call.sent :]), len(call.pieces)
         if call.place is None and not self.rules.admits(call.name, self.kept):
             call.place = -1

@@ -49,16 +49,16 @@ _FAULTS = frozenset(("detail", "message"))
 
 
 class AnswerProgress:
-    """What the client has received of a stream, in the lines by which its worker tells the tokens.
+    """The tokens of a stream that the client has received, in the lines of its worker.
 
-    Another worker goes on after these tokens if this one fails. A line takes about as many bytes as
-    the numbers of its tokens have digits.
+    Another worker continues after these tokens if this one fails. A line takes about as many bytes
+    as the numbers of its tokens have digits.
     """
 
     def __init__(self) -> None:
         self.lines = bytearray()
         self.complete = True
-        """The lines tell all that the client has received."""
+        """The lines cover everything that the client has received."""
         self.finished = False
         """The client has a finish reason."""
         self.ended = False
@@ -77,10 +77,10 @@ class AnswerProgress:
 class StreamScanner:
     """Scans one stream, incrementally and bounded; any split of the bytes gives the same output.
 
-    `keep_alive` encodes the comments of a silent engine. `reader` reads the facts as the engine of
-    the stream spells them, and `answer` gives them one form, or what `calls` returns gives it to
-    those with calls. With `progress`, the scanner cuts the lines that tell tokens off their events,
-    and adds those whose events it passes on.
+    `keep_alive` encodes the comments of a silent engine. `reader` reads the facts in the engine's
+    spelling, and `answer` gives them one form, or the result of `calls` does for events with calls.
+    With `progress`, the scanner cuts the lines with tokens off their events, and adds those whose
+    events it passes on.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StreamScanner:
     ) -> None:
         self.state = StreamState()
         self.progress = progress
-        """None from an event on whose tokens the worker does not tell."""
+        """None after an event whose tokens the worker did not report."""
         self.encoder = encoder
         self._keep_alive = keep_alive
         self._reader = reader or AnswerReader()
@@ -160,12 +160,12 @@ class StreamScanner:
         return bytes(passed)
 
     def _plain(self, data: bytes) -> bool:
-        """Return whether these events are text alone."""
+        """Return whether these events contain only text."""
         small = len(data) <= self._limit_bytes
         return self._passthrough and self.state.under_way and small and not self.has_facts(data)
 
     def _plain_up_to(self, data: bytes, start: int) -> int:
-        """Return where the whole text events from `start` end; 0 if there is none."""
+        """Return where the complete text events from `start` end; 0 without any."""
         if (
             not (self._passthrough and self.state.under_way)
             or b"\r" in data
@@ -214,13 +214,13 @@ class StreamScanner:
         return True
 
     def _check_told(self) -> None:
-        """Record that the worker tells not all tokens, if the event has no line."""
+        """Record that the worker does not report all tokens, if the event lacks a line."""
         if self.progress is not None and not self._line:
             self.progress.complete = False
             self.progress = None
 
     def _read(self, event: bytes, passed: bytearray) -> None:
-        """Read the facts of one event and add its encoding to what is passed on."""
+        """Read the facts of one event and append its encoding to the output."""
         state = self.state
         if not state.begun:
             event = event.removeprefix(BOM_UTF8)
@@ -331,9 +331,9 @@ class StreamState:
     too_large: bool = False
     """An event is larger than the gateway keeps, which a legal request may cause."""
     unheld: str = ""
-    """The field of the request to which the answer does not hold."""
+    """The field of the request that the answer violates."""
     error: bytes = b""
-    """The event in which the engine sent an error, as JSON; it may quote the prompt."""
+    """The engine's error event, as JSON; it may quote the prompt."""
 
     def read_choices(self, choices: object) -> None:
         """Record content and ends."""
@@ -382,7 +382,7 @@ class AnswerReader:
     """
 
     facts: re.Pattern[bytes] = _FACT
-    """Events without a match are text alone, so that no step need read them."""
+    """Events without a match contain only text, so that no step need read them."""
 
     @staticmethod
     def usage(answer: Mapping[str, Any]) -> Usage | None:

@@ -1,8 +1,8 @@
-"""What stands in for the parts of a history that no model can read.
+"""The replacements for parts of a history that no model can read.
 
 A client sends its history again with each turn, so a part that is refused ends the conversation for
 good. Such a part becomes a line of words in its place, and the response names it in a header. Only
-what the user says in this turn is refused: that is `new`.
+parts of the user in this turn are refused: they are `new`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ _SAFE = "._-[]"
 
 def words_for(kind: str) -> str:
     """Return the words in place of a part of this type."""
-    return f"[Here was a part of the type '{kind[:_KIND_CHARS]}', which this model cannot read.]"
+    return f"[A part of the type '{kind[:_KIND_CHARS]}', which this model cannot read.]"
 
 
 def words_for_pdf(problem: str) -> str:
     """Return the words in place of a PDF that the model gets nothing of."""
-    return f"[Here was a PDF document, which cannot be read: {problem}.]"
+    return f"[A PDF document, which cannot be read: {problem}.]"
 
 
 def named(place: str, kind: str) -> str:
@@ -47,7 +47,7 @@ def texts_of(placed: Sequence[tuple[str, Json]]) -> str:
 
 
 def message_of(role: str, placed: Sequence[tuple[str, Json]], at: str) -> tuple[Json, list[str]]:
-    """Return a message with its place and those of its parts; text has no parts."""
+    """Return a message with its place and those of its parts; text lacks parts."""
     if all(part["type"] == "text" for _, part in placed):
         return {"role": role, "content": texts_of(placed)}, [at]
     parts = [part for _, part in placed]
@@ -75,7 +75,7 @@ class Replacements:
         """The place and the type of each part that words replace."""
 
     def words(self, kind: str, at: str, words: str = "") -> Json:
-        """Return the part with words in place of what no model can read."""
+        """Return the part with words in place of unreadable content."""
         self.replaced.append(named(at, kind))
         return {"type": "text", "text": words or words_for(kind)}
 
@@ -101,7 +101,7 @@ class Replacements:
 def readable(
     body: Mapping[str, Any], reading: Readable
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the body of a chat whose history a model can read, and what words replace in it.
+    """Return the body of a chat whose history a model can read, and the replaced parts.
 
     Raise `FieldError` for a PDF of this turn that cannot be read.
     """
@@ -142,8 +142,8 @@ def _limit_pictures(
 ) -> None:
     """Replace the oldest pictures of the history, if those of the request are too many.
 
-    Eight at a time, so that the next pictures do not change the beginning of the prompt again. What
-    tools have just shown, also in the user's message behind their results, is history too.
+    Eight at a time, so that the next pictures do not change the beginning of the prompt again. New
+    pictures of tools, also in the user's message after their results, are history too.
     """
     reading = replacements.reading
     found = [

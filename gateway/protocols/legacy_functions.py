@@ -1,6 +1,6 @@
 """OpenAI's functions of 2023, which tools replaced: `functions`, `function_call`, role `function`.
 
-Workers know tools alone. A body with functions becomes one with tools, and the call of the answer
+Workers support only tools. A body with functions becomes one with tools, and the call of the answer
 becomes a `function_call` again. Such an answer has one call at most.
 """
 
@@ -17,7 +17,7 @@ def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("functions"):
         functions, choice = body["functions"], body.get("function_call")
         if body.get("tools") is not None or body.get("tool_choice") is not None:
-            raise FieldError("functions", "'functions' and 'tools' exclude each other.")
+            raise FieldError("functions", "Use either 'functions' or 'tools', not both.")
         if not isinstance(functions, list):
             raise FieldError("functions", "'functions' must be a list.")
         for index, function in enumerate(functions):
@@ -30,7 +30,7 @@ def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(choice, Mapping) and isinstance(choice.get("name"), str):
             choice = {"type": "function", "function": {"name": choice["name"]}}
         elif choice not in (None, "auto", "none"):
-            problem = "'function_call' must be auto, none or name a function."
+            problem = "'function_call' must be auto or none, or name a function."
             raise FieldError("function_call", problem)
         if choice is not None:
             modern["tool_choice"] = choice
@@ -63,7 +63,7 @@ def _messages(messages: Sequence[Any]) -> list[Any]:
 def as_function_call(choices: Any, part: str) -> bool:
     """Replace the tool calls of choices by a function call; return whether there were any.
 
-    `part` is what holds them in a choice: `message`, or the `delta` of a stream.
+    `part` is their place in a choice: `message`, or the `delta` of a stream.
     """
     changed = False
     for choice in objects_of(choices):

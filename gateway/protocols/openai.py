@@ -41,7 +41,7 @@ ANSWER_FIELDS = {
 
 
 class InspectionContext(NamedTuple):
-    """What the inspection of a body reads besides it."""
+    """The context for the inspection of a body."""
 
     policy: PolicyDocument
     fleet: FleetView
@@ -49,7 +49,7 @@ class InspectionContext(NamedTuple):
     caller: Caller = NO_CALLER
 
     def reading(self, model: object) -> Readable:
-        """Return what the workers of a model can read besides text, and the policy allows."""
+        """Return the media that the workers of a model can read and the policy allows."""
         policy, fleet = self.policy, self.fleet
         kinds, limits = frozenset(policy.media.kinds), (policy.media.pictures, policy.media.pixels)
         if not isinstance(model, str):
@@ -83,10 +83,10 @@ class WireFormat:
     async def open(
         self, body: dict[str, Any], owner: str, hold: MemoryHold, size_bytes: int
     ) -> None:
-        """Read what a parsed body of this size goes on from; raise a `RequestRefused`."""
+        """Read the items that a parsed body of this size continues; raise a `RequestRefused`."""
 
     async def writer(self, client: Any, cancel_scope: Any) -> Any:
-        """Return what the answer is written to, by its events: the client, or a log of them."""
+        """Return the writer of the answer's events: to the client, or to a log."""
         return client
 
     async def finish(self) -> bytes:
@@ -176,7 +176,7 @@ class WireFormat:
         return []
 
     def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
-        """Return the headers that tell a client what remains of its limits at this time."""
+        """Return the headers with the rest of a client's limits at this time."""
         headers: Headers = []
         for unit, limit, remaining, full_in_s in states:
             headers += [
@@ -187,7 +187,7 @@ class WireFormat:
         return headers
 
     def keep_alive(self, comment: bytes) -> bytes:
-        """Return what the client gets for a comment, while the engine of a stream is silent."""
+        """Return the client's bytes for a comment, while the engine of a stream is silent."""
         return comment
 
     def named(self, error: errors.GatewayError) -> errors.GatewayError:
@@ -216,7 +216,7 @@ class OpenAIStreamEncoder(StreamEncoder):
         self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
 
     def event(self, event: bytes, frame: Json) -> bytes:
-        """Return an event as it came, or without what the client did not request."""
+        """Return an event unchanged, or without fields that the client did not request."""
         include_usage = self._profile.include_usage
         has_metrics = frame.get("metrics") is not None
         # The trailing chunk carries nothing else; it is there because the gateway requests it.
@@ -276,7 +276,7 @@ def _has_function_messages(messages: Any) -> bool:
 
 
 def _has_parts(messages: Any) -> bool:
-    """Return whether a message has parts, and so perhaps one that no model reads."""
+    """Return whether a message has parts, and so perhaps an unreadable one."""
     return any(isinstance(message.get("content"), list) for message in objects_of(messages))
 
 
@@ -321,7 +321,7 @@ def normalise(messages: Sequence[Message], *, in_place: bool = False) -> list[Me
     """Merge the system messages at the front, and adjacent text messages of a role.
 
     A prefix cache works only if the same text gives the same prompt. A system message behind others
-    stays `in_place` for workers, which know what their template takes there. Many templates of
+    stays `in_place` for workers, which know the limits of their template. Many templates of
     other engines reject it, so for them it moves to the front. Idempotent.
     """
     leading = len(messages)
@@ -368,7 +368,7 @@ def _merge_adjacent(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merging_role(message: Message) -> str | None:
-    """Return the role of a message of text alone: no parts, tool calls, names or other fields."""
+    """Return the role of a message with only text: no parts, tool calls, names or other fields."""
     given = {name for name, value in message.items() if value is not None}
     plain = given == {"role", "content"} and isinstance(message["content"], str)
     return message["role"] if plain and message["role"] in _MERGING_ROLES else None

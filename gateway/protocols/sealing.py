@@ -1,4 +1,4 @@
-"""Seal what clients keep for the gateway: reasoning that only this gateway may read again."""
+"""Seal reasoning that clients store and only this gateway may read again."""
 
 import base64
 import binascii

@@ -55,12 +55,12 @@ class Chat:
         return self.inside(place, found["rest"], in_messages=in_messages)
 
     def inside(self, place: str, rest: str, *, in_messages: bool) -> str:
-        """Return the client's name of what stands in a message or a tool; `rest` is the chat's."""
+        """Return the client's name of a part of a message or a tool; `rest` is the chat's."""
         return place + rest
 
 
 def own_name(name: str, own_names: Mapping[str, str]) -> str:
-    """Return the client's name of a field, by those of whole fields, of which longer ones first."""
+    """Return the client's name of a field, by those of whole fields, longer ones first."""
     for chat_name, own in own_names.items():
         if name == chat_name or name.startswith(f"{chat_name}."):
             return own + name[len(chat_name) :]
@@ -75,7 +75,7 @@ def same_fields(body: Mapping[str, Any]) -> Json:
 
 
 def with_own(chat: Json, own: Mapping[str, Any], own_names: Mapping[str, str]) -> None:
-    """Add what a wire asks for in its own fields; raise `FieldError` if the chat's differ."""
+    """Add values from a wire's own fields; raise `FieldError` if the chat's differ."""
     for name, value in own.items():
         if chat.setdefault(name, value) != value:
             problem = f"'{name}' and '{own_name(name, own_names)}' contradict each other."
@@ -102,11 +102,11 @@ class TranslatingFormat(WireFormat):
         super().__init__(Endpoint.CHAT)
         self._sealer = sealer
         self._scope = ""
-        """The isolation scope of the request, to which its reasoning is bound."""
+        """The isolation scope of the request, which binds its reasoning."""
         self._param: Callable[[str], str] = str
 
     def _inspect_chat(self, chat: Chat, context: InspectionContext) -> Inspected:
-        """Inspect what a body was translated to, and name fields as the client knows them."""
+        """Inspect a translated body, and name fields as the client does."""
         if chat.left_out and context.policy.tools.hosted == "refuse":
             at, _, kind = chat.left_out[0].partition(":")
             raise errors.ToolUnserved(kind, param=f"{at}.type")

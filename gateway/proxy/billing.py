@@ -1,7 +1,7 @@
 """The cost of a request to its API key: reserved before it, exact after it, settled once.
 
-A worker of Paceline never reads or generates more than was reserved. Where the estimate is too low,
-the worker tells the exact number before it reads the prompt, and the gateway reserves that.
+A worker of Paceline never reads or generates more than the reservation. If the estimate is too low,
+the worker reports the exact number before it reads the prompt, and the gateway reserves that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def estimate(profile: RequestProfile) -> int:
 def default_max_tokens(rate_limiter: RateLimiter, defaults: Iterable[int]) -> int | None:
     """Return the longest answer of a key to a request without `max_tokens`; None: no limit.
 
-    `defaults` are those of the workers, 0 where a worker tells none.
+    `defaults` are those of the workers, 0 if a worker reports none.
     """
     if rate_limiter.token_limit is None:
         return None
@@ -64,7 +64,7 @@ def cost_of(
 
     A key pays for the usage that the worker reported, at the end or, in a stream, so far. Without
     a report, or where reports lag (the client left them unread, an event was too large, several
-    prompts are read at once), it pays what was reserved, unless the worker broke the response off.
+    prompts are read at once), it pays the reservation, unless the worker broke the response off.
     """
     if isinstance(failure, _UNBEGUN) and not isinstance(failure, _WHILE_IT_RAN):
         return NOTHING
@@ -121,7 +121,7 @@ class TokenReservation:
 
     @property
     def token_limit(self) -> int | None:
-        """Return the most tokens that the request may use; None if its key has no such limit."""
+        """Return the most tokens that the request may use; None if its key lacks a limit."""
         return None if self._rate_limiter.token_limit is None else self.tokens
 
     def resize(self, tokens: int) -> None:

@@ -53,7 +53,7 @@ def client_address(scope: Scope) -> str:
 def read_attributes(
     scope: Scope, caller: Caller, headers: Iterable[str], minute_of_week: int
 ) -> CallerAttributes:
-    """Return what policy rules may match: key, team, these headers, and the minute of the week."""
+    """Return the properties that policy rules match: key, team, headers, minute of the week."""
     values = {}
     for name in headers:
         value = header(scope, name.encode())

@@ -46,7 +46,7 @@ _MAX_REPLACED = 32
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """One request and what has happened to it so far; `record` tells what came of it.
+    """One request and its history so far; `record` makes the record of its outcome.
 
     Each step stores its result here as an immutable value; the times are monotonic seconds.
     """
@@ -78,22 +78,22 @@ class RequestContext:
     waited_s: float = 0.0
     """In the queue, for the first slot."""
     engine: str = ""
-    """The kind of the engine, if it is none of Paceline's workers."""
+    """The kind of the engine, if it is not one of Paceline's workers."""
     expected_reuse: ExpectedReuse = NOTHING_EXPECTED
-    """What the worker had cached, as far as was known."""
+    """The known part of the prompt in the worker's cache."""
     missed_reuse: str = ""
     """Why the worker read earlier turns again; empty if it did not."""
     prefix_sources: tuple[NodeSource, ...] = ()
-    """Workers that had more, from which the worker may fetch it."""
+    """Workers that had more, which the worker may fetch."""
     fingerprint: str = ""
     """Of the model that writes the stream."""
     unheld: tuple[str, ...] = ()
     """Fields that the worker does not act on."""
     attempts: int = 0
     failovers: int = 0
-    """How often the request has continued at another worker after one that had begun it."""
+    """How often the request has continued at another worker."""
     worker_failures: int = 0
-    """Failures of workers that had begun the request, without those that an admin ordered."""
+    """Failures of workers that had begun the request, except ones ordered by an admin."""
     dispatched_at_s: float | None = None
     begun: bool = False
     """A worker has the request and may have begun it."""
@@ -108,9 +108,9 @@ class RequestContext:
     encoder: StreamEncoder | None = None
     """The encoder of the stream, which a further worker continues."""
     answer_form: EngineAnswer | None = None
-    """What gives an answer its form; None for a stream of a worker of ours without calls."""
+    """The former of the answer; None for a stream of a worker of ours without calls."""
     progress: AnswerProgress | None = None
-    """What the client has of the stream, if another worker could continue it."""
+    """The client's part of the stream, if another worker could continue it."""
     first_token_at_s: float | None = None
     usage: Usage = UNUSED
     drafts: Drafts | None = None
@@ -132,7 +132,7 @@ class RequestContext:
 
     @property
     def routed(self) -> RoutingRequest:
-        """Return by what a request that has been inspected is routed."""
+        """Return the routing properties of an inspected request."""
         assert self.routing_request is not None, "the request has not been inspected"
         return self.routing_request
 
@@ -141,7 +141,7 @@ class RequestContext:
         """Return whether the worker had a beginning of the prompt cached: hit, miss or none.
 
         Before the worker has reported usage, this is the expected result; `unknown` if the usage
-        tells no cached tokens.
+        lacks cached tokens.
         """
         if self.routing_request is None or not self.routing_request.prefix.ends:
             return NO_PREFIX
@@ -152,7 +152,7 @@ class RequestContext:
         return "hit" if self.candidate and self.candidate.prefix_cached else "miss"
 
     def limit_answer(self, max_tokens: int | None) -> None:
-        """Limit each answer; None: by what the worker does without `max_tokens`."""
+        """Limit each answer; None: by the worker's default for `max_tokens`."""
         if self.inspected is not None and max_tokens is not None:
             self.inspected = self.inspected._replace(
                 profile=self.inspected.profile._replace(max_tokens=max_tokens),
@@ -188,7 +188,7 @@ class RequestContext:
     def cost(self, failure: BaseException | None) -> Spent:
         """Return what the request costs its key if it ends with this failure.
 
-        The record and the reservation ask for it, so that both have the same.
+        The record and the reservation use it, so that both agree.
         """
         if not self.begun:
             return NOTHING

@@ -217,7 +217,7 @@ class Forwarder:
         writer: EventWriter,
         turn: contextlib.ExitStack | None,
     ) -> tuple[bytes | None, errors.GatewayError | None]:
-        """Let one worker answer; return its whole answer, or what failed.
+        """Let one worker answer; return its whole answer, or the failure.
 
         The slot is released however the attempt ends, and the worker's circuit breaker gets the
         result.
@@ -286,7 +286,7 @@ class Forwarder:
     def _may_continue(
         self, error: errors.GatewayError, lease: Lease, context: RequestContext
     ) -> bool:
-        """Return whether the request goes to another worker after this error, and count that.
+        """Return whether the request goes to another worker after this error, and count it.
 
         Generating has no side effects, so a request may run again. Of workers that had begun it,
         only so many may fail as the policy allows, and only one of them may have crashed before
@@ -355,7 +355,7 @@ class Forwarder:
         return self._prefix_hasher.cache_salt(context.caller, context.policy.prefix, salt)
 
     def _prepare_progress(self, lease: Lease, context: RequestContext) -> None:
-        """Let a worker tell the tokens of a stream, if another one could continue it."""
+        """Make a worker report the tokens of a stream, if another one could continue it."""
         continues = (
             context.profile.stream
             and lease.state.backend.continues_streams
@@ -426,7 +426,7 @@ class Forwarder:
     async def _send(
         self, lease: Lease, body: Pieces, context: RequestContext, *, fresh: bool = False
     ) -> upstream.UpstreamConnection:
-        """Send the request, and once more if the worker tells that it may need more tokens."""
+        """Send the request, and again if the worker reports that it may need more tokens."""
         context.attempts += 1
         context.dispatched_at_s = context.dispatched_at_s or self._clock()
         backend, candidate, reservation = lease.state.backend, lease.candidate, context.reservation
@@ -497,7 +497,7 @@ class Forwarder:
 
     @staticmethod
     def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer:
-        """Return what gives an answer its form."""
+        """Return the former of an answer."""
         inspected, own = context.checked, backend.sends_reports
         rules = read_call_rules(inspected.body)
         if own:  # a grammar holds its model to a prescribed call
@@ -511,7 +511,7 @@ class Forwarder:
         writer: EventWriter,
         backend: Engine,
     ) -> StreamRelay:
-        """Return the relay of an attempt, which continues what the client has of the stream."""
+        """Return the relay of an attempt, which continues the client's stream."""
         own = backend.sends_reports
         if not context.relayed or context.encoder is None:
             late_headers = context.route_headers() if writer.started else ()
@@ -520,7 +520,7 @@ class Forwarder:
         context.encoder.failovers = context.failovers
 
         def calls() -> EngineAnswer:
-            """Return what reads the calls of a worker of ours, which a further one continues."""
+            """Return the reader of the calls of a worker of ours, which a further one continues."""
             context.answer_form = context.answer_form or self._answer_form(context, backend)
             return context.answer_form
 
@@ -550,9 +550,9 @@ def _first_cause(
 ) -> errors.GatewayError:
     """Return the error for a client whose request ends with this one, after an earlier failure.
 
-    A busy worker says when to retry, and the scheduler has the earliest such time. What a second
-    worker refuses is not what ends a stream that a first one has begun, and what the others lack
-    is no mistake of the client.
+    A busy worker says when to retry, and the scheduler has the earliest such time. A second
+    worker's refusal does not explain the end of a stream that the first one began, and a feature
+    that the others lack is not the client's mistake.
     """
     if failure is None:
         return error

@@ -49,7 +49,7 @@ _WRONG_SECRETS_SHARE = 0.1
 def routing_request(
     gateway: Gateway, scope: Scope, policy: PolicyDocument, caller: Caller, inspected: Inspected
 ) -> RoutingRequest:
-    """Return everything by which an inspected request is routed."""
+    """Return all routing properties of an inspected request."""
     attributes = read_attributes(
         scope, caller, policy.compiled.headers, gateway.week_clock.minute()
     )
@@ -247,7 +247,7 @@ class ProxyHandler:
     def _reserved_tokens(
         self, context: RequestContext
     ) -> contextlib.AbstractContextManager[TokenReservation | None]:
-        """Reserve what the request may cost its key, if the key has limits."""
+        """Reserve the possible cost of the request, if the key has limits."""
         gateway, rate_limiter = self._gateway, context.api_key.rate_limiter
         if rate_limiter is None:
             return contextlib.nullcontext()
@@ -260,7 +260,7 @@ class ProxyHandler:
         return TokenReservation(rate_limiter, tokens, gateway.clock, gateway.wall, context.cost)
 
     def _limit_headers(self, context: RequestContext) -> Headers:
-        """Return the headers with what remains of the limits of the key, if it has any."""
+        """Return the headers with the rest of the key's limits, if any."""
         rate_limiter = context.api_key.rate_limiter
         if rate_limiter is None:
             return []

@@ -50,13 +50,13 @@ class StreamRelay:
     idle_timeout_s: float
     clock: Callable[[], float]
     collects: bool
-    """The encoder collects what comes, or the calls in it."""
+    """The encoder collects the answer, or the calls in it."""
     begun: bool = False
     last: bytes = b""
-    """What the client gets with the end of the stream."""
+    """The client's bytes with the end of the stream."""
     send_chunk: Callable[[bytes], None] | None = None
     lines: bytearray | None = None
-    """Gets the lines that tell tokens, which are cut off the events."""
+    """Gets the lines with tokens, which are cut off the events."""
     lines_bytes: int = 0
     """Of the lines, as the memory of the request counts them."""
     moved: bool = False
@@ -77,7 +77,7 @@ class StreamRelay:
         self.writer.end(last + await context.wire_format.finish())
 
     async def _pour(self) -> upstream.ConnectionLost | None:
-        """Relay the events as they come; return what cut the stream, if anything did."""
+        """Relay the events as they come; return the error that ended the stream, if any."""
         context, writer, state = self.context, self.writer, self.scanner.state
         route_headers = context.route_headers()
         late_headers = route_headers if writer.started else []
@@ -111,7 +111,7 @@ class StreamRelay:
         self.response.end(upstream.ConnectionLost("an admin drains the worker"))
 
     def bound_progress(self) -> None:
-        """Forget what the client has of a stream that is too long to go on elsewhere."""
+        """Forget the client's part of a stream that is too long to continue elsewhere."""
         progress = self.scanner.progress
         if progress is None:
             return
@@ -138,7 +138,7 @@ class StreamRelay:
         return not state.broken
 
     def relay_chunk(self, chunk: bytes) -> bool:
-        """Relay an HTTP chunk as it came, if it carries text alone; return whether it was relayed.
+        """Relay an HTTP chunk unchanged, if it contains only text; return whether it did.
 
         Nearly every token takes this path, which changes no state.
         """
@@ -164,7 +164,7 @@ class StreamRelay:
         self.response.pause(paused)
 
     def scan(self, piece: bytes) -> bytes:
-        """Scan a piece, and return what the client gets of it."""
+        """Scan a piece, and return the client's bytes."""
         had_room = not self.collects or self.context.hold.count(len(piece))
         encoded = self.scanner.feed(piece)
         if not had_room and not self.scanner.state.done:
@@ -187,7 +187,7 @@ class StreamRelay:
         return errors.WorkerMoved() if self.moved else errors.WorkerLost()
 
     def _why_broken(self) -> errors.GatewayError:
-        """Return the error of a stream of which nothing more may be passed on."""
+        """Return the error of a stream that must not continue."""
         state, backend = self.scanner.state, self.backend
         log.warning("stream.broken request=%s why=%s", self.context.request_id, state.broken)
         if state.unheld:
@@ -212,7 +212,7 @@ class KeepAlive:
 
     The head goes out when a worker has begun, or after one interval; then each interval without an
     event ends with a comment, so that no idle limit on the way to the client cuts a working answer.
-    Some time before a head goes out early, `on_long_wait` may still find what ends the request.
+    Some time before a head goes out early, `on_long_wait` may still find an error.
     The connection calls `check` about once a second: a timer for each request costs more.
     """
 
@@ -238,7 +238,7 @@ class KeepAlive:
         self._writer.on_check = None
 
     def check(self, now_s: float) -> None:
-        """Send what is due."""
+        """Send the due head or comment."""
         writer = self._writer
         if not writer.writable:
             return

@@ -9,7 +9,7 @@ from policies.sections import Retries
 
 
 class RetryBudget:
-    """Counts active requests, and those that are retrying and have no response yet."""
+    """Counts active requests, and retries that have no response yet."""
 
     def __init__(self) -> None:
         self.active = 0
@@ -37,7 +37,7 @@ class RetryBudget:
         return turn
 
     def _end(self) -> None:
-        """Count a retry no more, and let those that wait look again."""
+        """Stop counting a retry, and let waiting ones check again."""
         self.retrying -= 1
         ended, self._ended = self._ended, asyncio.Event()
         ended.set()

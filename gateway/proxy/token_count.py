@@ -37,9 +37,9 @@ class TokenCounter:
     async def count(
         self, inspected: Inspected, body: Pieces, wire_format: WireFormat, response: Response
     ) -> int:
-        """Return the tokens of a chat's prompt; a header of the response tells of an estimate.
+        """Return the tokens of a chat's prompt; a header of the response marks an estimate.
 
-        That is rather too large than too small. Raise `RefusedByWorker` as a request would.
+        An estimate tends to be too large. Raise `RefusedByWorker` as a request would.
         """
         model = inspected.profile.model
         workers = [
@@ -81,5 +81,5 @@ class TokenCounter:
             response.release()
         tokens = answer.get("count") if isinstance(answer, dict) else None
         if not isinstance(tokens, int) or not 0 <= tokens <= MAX_COUNT:
-            raise ValueError("The answer has no count.")
+            raise ValueError("The answer contains no count.")
         return tokens

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: what a request goes on from, what is kept of it, and the background.
+"""`POST /v1/responses`: continued and stored responses, and responses in the background.
 
 A response in the background is a request like any other, whose events go to an `EventLog` in place
 of its client's connection. Clients follow the log as often as they like.
@@ -33,7 +33,7 @@ from gateway.types import Json
 
 log = logging.getLogger(__name__)
 FOLLOWER_BYTES = 3 * PIECE_BYTES
-"""Of a piece of a log, of its chunk and of what the connection has not sent."""
+"""Of a piece of a log, of its chunk and of bytes that the connection has not sent."""
 LOG_LIMIT_BYTES = 32 * 1024 * 1024
 """Of the events of one response in the background; a longer one fails."""
 ENDED_LIMIT = 256
@@ -137,7 +137,7 @@ class EventLog:
 
 
 class ResponseExchange(ResponsesFormat):
-    """One request for a response: what stands before it, and what is kept of it."""
+    """One request for a response: the items before it, and the items to store."""
 
     finishes = True
 
@@ -164,9 +164,9 @@ class ResponseExchange(ResponsesFormat):
         return self.request
 
     async def open(self, body: Json, owner: str, hold: MemoryHold, size_bytes: int) -> None:
-        """Read a parsed body of this size and what it goes on from; raise a `RequestRefused`.
+        """Read a parsed body of this size and its history; raise a `RequestRefused`.
 
-        `hold` gets the bytes of what it goes on from.
+        `hold` gets the bytes of the history.
         """
         self.owner = owner
         self._hold = hold
@@ -178,9 +178,9 @@ class ResponseExchange(ResponsesFormat):
         )
 
     async def writer(self, client: ResponseWriter, cancel_scope: CancelScope) -> EventWriter:
-        """Return what the response is written to; answer a request for the background.
+        """Return the writer of the response; answer a request for the background.
 
-        From then on its client's connection may end, and the response goes on.
+        From then on its client's connection may end, and the response continues.
         """
         if not self.asked.background:
             return client
@@ -233,7 +233,7 @@ class ResponseExchange(ResponsesFormat):
             self.drop()
 
     def drop(self) -> None:
-        """Drop the request, its answer, and what it goes on from: this leads back to itself."""
+        """Drop the request, its answer, and the continued items: they lead back to this."""
         super().drop()
         self._kept, self._after = None, {}
 
@@ -279,10 +279,10 @@ class ResponsesService:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self._exchanges: OrderedDict[str, ResponseExchange] = OrderedDict()
-        """Those in the background by the id of the response, and the last ones that have ended."""
+        """Background responses by id, and the last ones that have ended."""
 
     def kept(self, hold: MemoryHold, size_bytes: int = 0) -> KeptItems:
-        """Return what is kept, for one request."""
+        """Return the stored items, for one request."""
         gateway = self.gateway
         return KeptItems(
             gateway.expiring_records, gateway.wall, gateway.inspection_thread, hold, size_bytes
@@ -297,7 +297,7 @@ class ResponsesService:
         self._exchanges[exchange.response_id] = exchange
 
     def ended(self, exchange: ResponseExchange) -> None:
-        """Forget the oldest of those that have ended, beyond the limits."""
+        """Forget the oldest ended ones, beyond the limits."""
         exchange.ended_s = self.gateway.clock()
         if exchange.response_id in self._exchanges:
             self._exchanges.move_to_end(exchange.response_id)

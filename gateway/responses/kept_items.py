@@ -33,7 +33,7 @@ _ANCESTORS_LIMIT = 1000
 _HISTORY_LIMIT_BYTES = 32 * 1024 * 1024
 """Of all records that one request goes on from."""
 _WRITES = 5
-"""Attempts to add to a conversation to which others add at the same time."""
+"""Attempts to add to a conversation that others change at the same time."""
 
 
 def new_id(prefix: str) -> str:
@@ -56,9 +56,9 @@ class KeptItems:
     _size_bytes: int = 0
 
     async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
-        """Return the items before those of a request, and the record of what it goes on from.
+        """Return the items before those of a request, and the record that it continues.
 
-        Raise a `RequestRefused` if there is none.
+        Raise a `RequestRefused` if it does not exist.
         """
         if name := request.conversation_id:
             conversation = await self._record("Conversation", owner, name)
@@ -79,7 +79,7 @@ class KeptItems:
     async def resolve(
         self, owner: str, items: Sequence[Item], history: Sequence[Item]
     ) -> tuple[Item, ...]:
-        """Return items with each reference replaced by what it names in the history, or is kept."""
+        """Return items with each reference replaced by its item, in the history or stored."""
         wanted = {_referred(item) for item in items} - {""}
         if not wanted:
             return tuple(items)
@@ -155,7 +155,7 @@ class KeptItems:
         return conversation
 
     async def change(self, owner: str, name: str, change: Callable[[Json], Any]) -> Json:
-        """Change a conversation; raise `ResponseUnknown`, or what `change` raises."""
+        """Change a conversation; raise `ResponseUnknown`, or any error of `change`."""
         for _ in range(_WRITES):
             with self._hold.another() as hold:
                 before = (await self._records.get(owner, [name], hold.add))[0]
@@ -169,7 +169,7 @@ class KeptItems:
                 if data and await self._put(owner, name, data, replaces=before):
                     return conversation
         raise errors.FieldInvalid(
-            "The conversation is too large, or others change it at the same time.",
+            "The conversation is too large, or other requests are changing it at the same time.",
             param="conversation",
         )
 

@@ -57,19 +57,19 @@ class Feature(StrEnum):
     ECHO = "echo", "echo", attrgetter("echo")
     STOP = "stop strings", "stop", attrgetter("stop")
     STOP_TOKENS = "stop tokens", "stop_token_ids", attrgetter("stop_tokens")
-    MIN_TOKENS = "a least number of tokens", "min_tokens", attrgetter("min_tokens")
-    IGNORE_EOS = "answers past their end", "ignore_eos", attrgetter("ignore_eos")
+    MIN_TOKENS = "a minimum number of tokens", "min_tokens", attrgetter("min_tokens")
+    IGNORE_EOS = "answers beyond their end", "ignore_eos", attrgetter("ignore_eos")
     TRUNCATION = "truncated prompts", "truncate_prompt_tokens", _given("prompt_limit")
     CONTINUATION = (
-        "answers that go on from the last message",
+        "answers that continue the last message",
         "continue_final_message",
         lambda one: one.continues_message or not one.generation_prompt,
     )
-    THINKING_BUDGET = "a limit of reasoning", "thinking_budget", _given("thinking_budget")
+    THINKING_BUDGET = "a limit on reasoning", "thinking_budget", _given("thinking_budget")
     # A greedy answer is the same whatever the sampler would leave out.
     TOP_K = "top_k", "top_k", lambda one: one.sampling.top_k > 1 and not one.sampling.greedy
     MIN_P = "min_p", "min_p", lambda one: one.sampling.min_p and not one.sampling.greedy
-    PENALTIES = "penalties of presence and frequency", "presence_penalty", _shapes_logits
+    PENALTIES = "presence and frequency penalties", "presence_penalty", _shapes_logits
     REPETITION_PENALTY = (
         "repetition_penalty",
         "repetition_penalty",

@@ -22,10 +22,10 @@ _ROW_SHARE = 0.12
 _OTHER_LANE_SHARE = 0.5
 """Weight of a row of another lane: the lanes take turns on one machine."""
 _NOT_PAYING_SHARE = 0.3
-"""Share of an answer's time that is lost in a batch in which drafting does not pay, on a Mac that
-has not measured its own."""
+"""Share of an answer's time that is lost in a batch too large for drafting, on a Mac that has not
+measured its own."""
 _FULL_LANE_FACTOR = 10
-"""Weight of the rows of a lane that has no free slot."""
+"""Weight of the rows of a lane without a free slot."""
 # Above this share of its memory a worker evicts cached prompts and rows wait for each other.
 _MEMORY_PRESSURE_SHARE = 0.8
 _MEMORY_PRESSURE_S = 2.0
@@ -79,8 +79,8 @@ def load_cost_s(
 ) -> float:
     """Return the cost of one more request on a lane without its own prefill.
 
-    `rows` are busy in this lane, `other_rows` in the other lanes of the worker. `full`: the lane
-    has no free slot.
+    `rows` are busy in this lane, `other_rows` in the other lanes of the worker. `full`: all slots
+    of the lane are taken.
     """
     waiting = rows * (_FULL_LANE_FACTOR if full else 1) + other_rows * _OTHER_LANE_SHARE
     lost_s = draft_loss_share(lane, rows + 1) * throughput.answer_s[lane.name]
@@ -88,9 +88,9 @@ def load_cost_s(
 
 
 def draft_loss_share(lane: LaneReport, rows: int) -> float:
-    """Return the share of an answer's time that a batch of so many rows loses.
+    """Return the share of an answer's time that a batch of this size loses.
 
-    Drafts gain less in it than in the batch in which this Mac has measured that they gain most.
+    Drafts gain less in it than in the best batch that this Mac has measured.
     """
     speedups = lane.draft_speedup_by_rows
     speedup = speedups[min(rows, len(speedups)) - 1] if speedups else 0.0

@@ -1,9 +1,10 @@
 """Prefix affinity: which workers have cached the beginnings of which prompts.
 
-A worker caches what it has read and answers the next turn of a conversation, or the next request
-with the same system prompt, much sooner. What is cached where is a claim: made when a request is
-sent, confirmed or dropped by the `cached_tokens` of its response and by the worker's reports, and
-void after the worker's boot. It lasts as long as reports confirm it, and a time beyond that.
+A worker caches each prompt that it has read, and answers the next turn of a conversation, or the
+next request with the same system prompt, much sooner. A claim records a cached prompt: it is made
+when a request is sent, confirmed or dropped by the `cached_tokens` of its response and by the
+worker's reports, and void after the worker's boot. It lasts as long as reports confirm it, and a
+time beyond that.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PrefixClaim(NamedTuple):
 
 
 class ExpectedReuse(NamedTuple):
-    """What the index expected of a request when it was sent."""
+    """The index's expectation for a request when it was sent."""
 
     tokens: int = 0
     """Tokens that the chosen worker had cached, as it counted them; 0 if unknown."""
@@ -68,7 +69,7 @@ NOTHING_EXPECTED = ExpectedReuse()
 
 
 class _Claims:
-    """Claims by the key of an end: at most `MAX_ENDS`, of which the last used ones stay.
+    """Claims by the key of an end: at most `MAX_ENDS`, the most recently used ones.
 
     One value of bytes for each end, and many small maps: a map of a million entries would stop the
     event loop for 50 ms whenever it grows.
@@ -145,7 +146,7 @@ class PrefixIndex:
     def record_dispatch(
         self, prefix: PrefixKeys, boot: WorkerBoot, rules: PrefixPolicy
     ) -> ExpectedReuse:
-        """Claim a prompt for the worker that is about to read it; return what it has already."""
+        """Claim a prompt for the worker that is about to read it; return its cached part."""
         self._rules = rules
         ends = prefix.claimed
         if not rules.max_workers:
@@ -166,7 +167,7 @@ class PrefixIndex:
     ) -> str:
         """Confirm or drop the claims of a request by the usage of its response, None without one.
 
-        Returns why the worker read earlier turns again; empty if it did not, or had none.
+        Returns why the worker read earlier turns again; empty if it did not.
         """
         ends = prefix.claimed
         if usage is None:  # the worker may not have read the prompt
@@ -188,7 +189,7 @@ class PrefixIndex:
         return "" if moved else expected.missed
 
     def record_report(self, report: WorkerReport) -> None:
-        """Add and drop claims by what a worker has cached and evicted since its last report.
+        """Add and drop claims as a worker has cached and evicted since its last report.
 
         All gateways receive each report, so these claims are not exchanged.
         """
@@ -247,7 +248,7 @@ class PrefixIndex:
                 self._change(raw, number, None)
 
     def _expect(self, prefix: PrefixKeys, boot: WorkerBoot) -> ExpectedReuse:
-        """Return what a worker has of a prompt, and why it has not more."""
+        """Return the cached part of a prompt at a worker, and why it is not longer."""
         cached = self.cached(prefix)
         own = cached.get(boot)
         own_bytes = own.end.size_bytes if own else 0

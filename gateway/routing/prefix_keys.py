@@ -34,7 +34,7 @@ _MIN_PREFIX_BYTES = 256
 _MIN_TEXT_CHARS = 96
 _SALT_BYTES = 16
 _TEXT_BLOCK_CHARS = 4096
-"""A text to complete has no messages; its keys are this far apart."""
+"""The distance of keys in a text to complete, which lacks messages."""
 _MEDIA_BYTES = 1200
 """Of a picture of 300 tokens."""
 _SHARED_FIELDS = ("tools", "chat_template_kwargs", "reasoning_effort")
@@ -166,7 +166,7 @@ class PrefixHasher:
 
 
 def _keys(found: list[PrefixEnd], unscoped: bytes) -> PrefixKeys:
-    """Return the keys of these ends, the shortest of which comes first."""
+    """Return the keys of these ends, the shortest first."""
     if not found:
         return NO_KEYS
     system = found[:1] if unscoped else []
@@ -184,7 +184,7 @@ def _update(digest: blake2b, pieces: Pieces) -> int:
 
 
 def _canonical(message: Mapping[str, Any], profile: RequestProfile) -> Pieces:
-    """Return what a worker renders of a message."""
+    """Return the parts of a message that a worker renders."""
     role, content = message["role"], message.get("content")
     if len(message) == 2 and isinstance(content, str):
         return encode_body((role, content), len(content))

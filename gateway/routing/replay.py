@@ -1,4 +1,4 @@
-"""The last decided requests, replayed to show what another policy would route elsewhere.
+"""The last decided requests, replayed to show which ones another policy would move.
 
 Only the bounded properties that policies read are stored, and no text.
 """

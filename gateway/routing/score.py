@@ -47,7 +47,7 @@ class ScoredLane(NamedTuple):
     prefill_s: float = 0.0
     """The prefill of the tokens that the worker has not cached."""
     cached: CachedPrefix | None = None
-    """What the worker has cached of the prompt."""
+    """The part of the prompt that the worker has cached."""
     explored: bool = False
     """First because its worker has not answered for a while, not because it costs least."""
 
@@ -63,7 +63,7 @@ def rank(
     explore: bool,
     first_only: bool,
 ) -> list[ScoredLane]:
-    """Return the lanes of a pool, best first; the best alone where that is enough."""
+    """Return the lanes of a pool, best first, or only the best if that is enough."""
     lanes = group.lanes
     if first_only and len(lanes) == 1:
         only = lanes[0]
@@ -98,7 +98,7 @@ def rank(
 
 
 def _prompt_tokens(profile: RequestProfile, cached: CachedPrefixes) -> float:
-    """Return the estimated tokens of a prompt, at least those that a worker has cached."""
+    """Return the estimated tokens of a prompt, at least the cached ones."""
     tokens = profile.text_chars / _CHARS_PER_TOKEN
     if profile.media:
         tokens += profile.media_count * _TOKENS_PER_IMAGE
@@ -120,7 +120,7 @@ def _scores_s(
 
 
 def _weighted_s(lane: LaneView, weight: float, tokens: float, now_s: float, rng: Chance) -> float:
-    """Return a score by which a worker of twice the weight gets twice the load."""
+    """Return a score that gives a worker of twice the weight twice the load."""
     wait_s = max(lane.prefill_until_s - now_s, 0.0)
     # Idle workers get requests by weight too: of exponentially distributed numbers, a worker's is
     # the least as often as its weight says.
@@ -131,10 +131,10 @@ def _weighted_s(lane: LaneView, weight: float, tokens: float, now_s: float, rng:
 def _saved(
     group: LaneGroup, best_load: float, cached: CachedPrefixes
 ) -> dict[int, tuple[CachedPrefix, float]]:
-    """Return what workers have cached of the prompt, and the prefill time that each would save.
+    """Return the cached parts of the prompt by worker, and the prefill time that each saves.
 
-    A worker that is full saves nothing, since waiting there is no gain; neither does one that has
-    only the system prompt and is much busier than the best.
+    A full worker saves nothing, since waiting there is no gain; nor does a worker with only the
+    system prompt that is much busier than the best.
     """
     lanes, positions, _ = group
     worker_ids = [worker_id for worker_id, _ in cached]

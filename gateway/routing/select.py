@@ -28,7 +28,7 @@ ELIGIBLE = "eligible"
 BY_POLICY = "policy"
 """The request and a worker could speculate, but the policy routes the request elsewhere."""
 SPILLED = "spilled"
-"""The preferred pool stayed full for longer than the route lets a request wait for it alone."""
+"""The preferred pool stayed full for longer than the route lets a request wait only for it."""
 
 
 class RoutingRequest(NamedTuple):
@@ -93,10 +93,10 @@ def decide(
     """Rank the lanes that may take a request: pools in the route's order, then by cost.
 
     `now_s` is by the clock of the lanes. `rng` orders lanes of equal cost, so that one seed always
-    gives one decision. `cached` is what boots have cached of the prompt. A speculative lane that
-    cannot speculate now comes last: it answers without drafts if no other lane can. Pools after the
-    first with a worker are for spilling. `first_only` ranks the best lane alone: nearly always it
-    takes the request, and sorting the others would take most of the time.
+    gives one decision. `cached` are the parts of the prompt that boots have cached. A speculative
+    lane that cannot speculate now comes last: it answers without drafts if no other lane can. Pools
+    after the first with a worker are for spilling. `first_only` ranks the best lane alone: nearly
+    always it takes the request, and sorting the others would take most of the time.
     """
     policy, profile = request.policy, request.profile
     route, bypass = match_route(policy, profile, request.attributes)

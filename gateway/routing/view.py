@@ -152,7 +152,7 @@ class CachedPrefix(NamedTuple):
     """Tokens that the worker need not read."""
     end: PrefixEnd
     is_system: bool
-    """Whether it is the system prompt alone, which other conversations share."""
+    """Whether it is only the system prompt, which other conversations share."""
     measured: bool = True
     """Whether the worker has counted the tokens; else they are an estimate."""
 
@@ -173,11 +173,11 @@ class FleetView:
     """Models that this gateway has seen served: a restart does not make a model unknown."""
     lanes: Mapping[LaneKey, LaneGroup]
     sampling: Mapping[str, Sampling]
-    """Model -> what its workers report as its defaults."""
+    """Model -> the defaults that its workers report."""
     takes_all: bool
     """No worker lacks a feature, so that decisions need not compute those of a request."""
     untold: frozenset[str]
-    """Models of which some worker does not say where its template takes system messages."""
+    """Models with a worker that does not say where its template accepts system messages."""
     bypass: Mapping[str, tuple[Bypass, ...]]
     """Model -> why no worker can speculate; empty if one can."""
 

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 class DiskThread:
     """Runs blocking calls one after another, in a daemon thread that lives while there are any.
 
-    A disk that hangs blocks this thread alone: not the threads of asyncio, which other work needs,
+    A disk that hangs blocks only this thread: not the threads of asyncio, which other work needs,
     and not the end of the process, which waits for those.
     """
 

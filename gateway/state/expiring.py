@@ -37,7 +37,7 @@ class _Record(NamedTuple):
 
 
 class MemoryRecords:
-    """Records by owner and name, in the memory of this process, of which they take a limit at most.
+    """Records by owner and name, in the memory of this process, up to a limit.
 
     Owners are ids of API keys; no owner sees that another one has a record. `clock` returns
     monotonic seconds.
@@ -110,7 +110,7 @@ class MemoryRecords:
         return self._drop(owner, name)
 
     async def drop_expired(self) -> None:
-        """Delete what has expired, also of owners that never return."""
+        """Delete expired records, also of owners that never return."""
         now_s = self._clock()
         for owner, records in tuple(self._records.items()):
             while records and (oldest := next(iter(records.items())))[1].expires_s <= now_s:
@@ -139,7 +139,7 @@ _DROPS = 1000
 """Records dropped in one step, so that Redis serves others in between."""
 _STEPS = 32
 _FIRST_READ_BYTES = 256 * 1024
-"""Read at once; what is larger is read once there is memory for it."""
+"""Read at once; larger records only once there is memory for them."""
 _FORMS = 3
 """As Redis sends a record, as text, and unsealed."""
 # KEYS: the sizes of records, records by the time at which they expire, and owners by what they

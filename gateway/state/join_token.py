@@ -43,7 +43,7 @@ class SharedJoinToken:
             await self.exchange()
         if self._differs:
             raise StartupError(
-                "Other gateways on this Redis have another join token. For a second fleet, name "
+                "Other gateways on this Redis have another join token. For a second fleet, use "
                 "another database in PACELINE_REDIS_URL, such as redis://host:6379/1. To join "
                 "theirs, give all of them the same PACELINE_JOIN_TOKEN; to change it, stop all of "
                 "them and wait ten seconds."

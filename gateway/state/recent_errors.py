@@ -1,6 +1,6 @@
 """The last requests that ended in an error, in memory and shared over a Redis stream.
 
-They answer "what went wrong, for whom and where" without a log, and have no text of a prompt. An
+They show errors, their clients and workers without a log, and contain no text of a prompt. An
 entry of the stream has the age of its error, so that the clocks of two gateways may differ.
 """
 
@@ -48,7 +48,7 @@ class ErrorRecord(BaseModel):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Return what errors that end alike have in common."""
+        """Return the properties that errors with the same end share."""
         place = self.key, self.model, self.worker_id, self.address
         return (*place, self.status, self.code, self.reason)
 
@@ -59,7 +59,7 @@ _Folded = dict[tuple[object, ...], ErrorRecord]
 class RecentErrors:
     """The last errors, at most `MAX_ERRORS`; those that end alike are one, with their count.
 
-    A new one replaces the oldest of those with the most frequent key and code, so that a client
+    A new one replaces the oldest with the most frequent key and code, so that a client
     that repeats a request hides neither a crash nor the errors of another key.
     """
 
@@ -94,7 +94,7 @@ class RecentErrors:
 
 
 def _fold(records: _Folded, record: ErrorRecord) -> None:
-    """Add an error to bounded ones, as the newest of those that ended alike."""
+    """Add an error to bounded ones, as the newest with the same end."""
     if before := records.pop(record.kind, None):
         newest = max(before, record, key=lambda one: one.unix_s)
         record = newest.model_copy(update={"count": before.count + record.count})

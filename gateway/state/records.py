@@ -1,4 +1,4 @@
-"""Records of what admins create and no gateway may lose: policy versions, keys, usage, cordons.
+"""Records that no gateway may lose: policy versions, keys, usage, cordons, engines.
 
 The operations are few, and Redis can do each one in one step. A file has one writer at a time, also
 among several gateways of one machine, and is replaced as a whole.
@@ -95,7 +95,7 @@ class RecordTable:
 
 
 class RecordReader(Generic[Value]):
-    """Parses the records of one kind, and skips those that are damaged or of another version.
+    """Parses the records of one kind, and skips damaged ones and ones of another version.
 
     One unreadable record must stop neither a start nor the edits of others. Each is logged once.
     `parse` gets name and text of a record, and raises `ValueError`.
@@ -193,7 +193,7 @@ class FileRecords:
         self._path = path
         self._stamp: object = None
         self._texts: TextsByKind | None = None
-        """What was read last; None before the first read."""
+        """The last read records; None before the first read."""
         self._held: dict[tuple[str, str], str] = {}
         self._disk = DiskThread("records")
         self.readers: list[RecordReader[Any]] = []
@@ -202,7 +202,7 @@ class FileRecords:
     @property
     def problem(self) -> str:
         """Return why the records cannot be written; empty if they can."""
-        held = " What was revoked since is refused here until a restart." if self._held else ""
+        held = " Keys revoked since then are refused only until a restart." if self._held else ""
         return self._problem.text and f"{self._problem.text}{held}"
 
     def is_current(self, _kind: str) -> bool:

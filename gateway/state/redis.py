@@ -1,6 +1,6 @@
 """The connection to Redis, and whether it works.
 
-No generating request waits for Redis but one that goes on from a kept response, or keeps one:
+Only a generating request that continues or stores a response waits for Redis. All other
 requests read copies in memory, which periodic exchanges refresh, each call with a deadline.
 Problems are stored by the part that calls, so that a full Redis, which can still be read, does not
 count as working.
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 1.0
 """Of a call in a periodic exchange."""
 ADMIN_DEADLINE_S = 2.0
-"""Of a call for which an admin waits."""
+"""Of a call that an admin waits for."""
 _MAX_CONNECTIONS = 16
 # redis+sentinel://USER:PASSWORD@HOST:PORT,HOST:PORT/SERVICE/DB
 _SENTINEL_URL = re.compile(r"(rediss?)\+sentinel://(.*@)?([^/@?]+)/([^/?]+)(.*)")
@@ -109,7 +109,7 @@ class RedisClient:
         """Identifies this process to other gateways."""
         self.reconnections = 0
         """The count of connections made in place of lost ones. They may lead to another Redis, or
-        to one that has lost its data."""
+        to an empty one."""
         self._made: WeakSet[AbstractConnection] = WeakSet()
         options = {"host": getattr(pool, "service_name", ""), **pool.connection_kwargs}
         address = [str(options.get(name, "")) for name in ("host", "port", "path", "db")]
@@ -118,7 +118,7 @@ class RedisClient:
         self._problems: dict[str, str] = {}
         self._late: set[asyncio.Task[Any]] = set()
         self.unreachable = False
-        """The last call had no reply. Exchanges continue to call; admins' edits fail at once."""
+        """The last call got no reply. Exchanges continue to call; admins' edits fail at once."""
 
     @property
     def problem(self) -> str:

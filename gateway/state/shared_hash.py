@@ -1,10 +1,10 @@
 """A Redis hash that several gateways write, and the copy of it in memory.
 
 The copy is refreshed twice a second, from the fields that were written since the last read or,
-after a reconnect or a loss, from all of them. A write replaces a field only if it is still what the
-copy has, so gateways merge what they know in Python and Redis only compares. Fields that Redis has
-lost are restored from the copies. Old fields are folded: added to a sum in the same hash and
-removed, in one step. A tombstone prevents that a folded field counts again.
+after a reconnect or a loss, from all of them. A write replaces a field only if it still equals the
+copy, so gateways merge their data in Python and Redis only compares. Fields that Redis has lost are
+restored from the copies. Old fields are folded: added to a sum in the same hash and removed, in one
+step. A tombstone prevents that a folded field counts again.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ Value = TypeVar("Value")
 
 
 class Changes(NamedTuple, Generic[Value]):
-    """What a read has found."""
+    """The result of a read."""
 
     now_ms: int
     """The time, by the clock of Redis."""
@@ -90,7 +90,7 @@ class Changes(NamedTuple, Generic[Value]):
 
 
 class SharedHash(Generic[Value]):
-    """One shared hash, of which only one task calls the methods.
+    """One shared hash; only one task calls its methods.
 
     `part` names it in Redis and in logs. `parse` returns None for text of another version of
     Paceline, and raises `ValueError` where the read must fail.
@@ -113,7 +113,7 @@ class SharedHash(Generic[Value]):
         self._reconnections = -1
 
     async def read(self) -> Changes[Value]:
-        """Read what was written since the last read, and restore what Redis has lost."""
+        """Read the fields written since the last read, and restore the ones that Redis has lost."""
         reconnections = self._redis.reconnections
         # Behind a new connection may be another Redis, or one that has lost data.
         last_read_ms = self._last_read_ms if reconnections == self._reconnections else ""

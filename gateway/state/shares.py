@@ -1,4 +1,4 @@
-"""What clients may take of the memory of Redis, so that the rest always has its place.
+"""The shares of Redis's memory that clients may use, so that all else has its place.
 
 Everything else in Redis is bounded by the numbers of keys, workers and gateways: some ten MB.
 Scripts ask Redis for its `maxmemory` whenever they write, so that a change counts at once.
@@ -13,7 +13,7 @@ CLAIMS = 0.1
 FREE = 0.1
 """Kept responses give way where less is left, whoever fills Redis."""
 _ASSUMED_BYTES = 64 * 1024 * 1024
-"""Where Redis does not tell its `maxmemory`, as another server may that speaks its protocol."""
+"""If Redis does not report its `maxmemory`, as other servers with its protocol may not."""
 
 MEMORY = f"""
 local info = redis.call('INFO', 'memory')

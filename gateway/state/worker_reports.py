@@ -45,7 +45,7 @@ class _Boot(BaseModel):
 
 
 class _Update(NamedTuple):
-    """What a gateway knows of a boot."""
+    """The state of a boot that a gateway knows."""
 
     report: WorkerReport
     heartbeat_age_s: float | None = None
@@ -120,8 +120,8 @@ class SharedWorkerReports:
     ) -> tuple[int, Collection[str], Collection[str]]:
         """Merge updates into the boots in Redis.
 
-        Return the time, and the names of the boots that were written since the last exchange, and
-        of those that other gateways wrote at the same time.
+        Return the time, the names of the boots that were written since the last exchange, and the
+        ones that other gateways wrote at the same time.
         """
         updated: set[str] = set()
         for _ in range(_ATTEMPTS):
@@ -146,7 +146,7 @@ class SharedWorkerReports:
         return report.worker_id in self._workers or len(self._workers) < _MAX_STORED_WORKERS
 
     async def _fold_one(self) -> None:
-        """Fold the oldest boot of one worker that has too many, or of one that is gone.
+        """Fold the oldest boot of a worker with too many boots, or of a missing worker.
 
         Never the boot with the last heartbeat of a worker: no gateway would hear of it again.
         """
@@ -193,7 +193,7 @@ def boot_name(report: WorkerReport) -> str:
 
 
 def _merge(boot: _Boot | None, update: _Update, now_ms: int) -> _Boot:
-    """Return a boot with what a gateway knows of it."""
+    """Return a boot with the state that a gateway knows."""
     age_s = update.heartbeat_age_s
     heartbeat_ms = None if age_s is None else now_ms - int(age_s * 1000)
     fresh = _Boot.model_construct(

@@ -71,12 +71,12 @@ class MtpOn(StatusModel):
     acceptance_rate: Share
     """Accepted draft tokens over accepted and rejected ones."""
     mean_acceptance_length: Annotated[float, Field(ge=1)]
-    """Tokens per step, including the one that a plain step would have produced."""
+    """Tokens per step, including the token of a plain step."""
     acceptance_rate_per_position: tuple[Share, ...]
     """For each draft position, the share of drafts accepted up to and including it."""
     sources: dict[str, SourceCounts]
-    """Draft tokens by where they come from: the MTP `head`, prompt `lookup`, or a grammar that
-    `forced` them; without those of workers that do not tell."""
+    """Draft tokens by source: the MTP `head`, prompt `lookup`, or a grammar that `forced` them;
+    without workers that do not report it."""
     bypass_counts: dict[str, NonNegativeInt]
     """Requests that were not drafted for, by reason, as counted by the workers."""
 
@@ -172,7 +172,7 @@ WorkerCondition = Literal[
 
 
 class Unreported(StatusModel):
-    """Complete answers of engines that did not tell a number; sums leave these answers out.
+    """Complete answers of engines that did not report a number; sums leave these answers out.
 
     If nearly all requests are among them, the number is unknown and not zero.
     """
@@ -208,7 +208,7 @@ class LaneStatus(StatusModel):
 
 
 class Ejection(StatusModel):
-    """The current ejection by the circuit breaker; both fields are empty if there is none."""
+    """The current ejection by the circuit breaker; both fields are empty without one."""
 
     remaining_s: NonNegativeFloat
     reason: str
@@ -245,7 +245,7 @@ class WorkerStatus(StatusModel):
     one after an ejection; `busy`: it asked for a pause; `unreachable`: this gateway gets its
     heartbeats and no connection to it."""
     problem: str
-    """Why the worker is unreachable, or that another one asks for its id, and what to do; empty
+    """Why the worker is unreachable, or that another one wants its id, and the remedy; empty
     without such a problem."""
     kind: str
     """`paceline`, or the kind of another engine; empty if the worker is gone."""
@@ -332,7 +332,7 @@ class StoreStatus(StatusModel):
 
 
 class PolicyStatus(StatusModel):
-    """The version of the policy that is active."""
+    """The active version of the policy."""
 
     version: NonNegativeInt
     source: Literal["shipped", "file", "admin"]
@@ -360,13 +360,13 @@ class FleetPrefix(StatusModel):
     none: NonNegativeInt
     """The prompt was too short to be worth a lookup."""
     unknown: NonNegativeInt
-    """The engine tells no cached tokens."""
+    """The engine reports no cached tokens."""
     tokens_by_kind: dict[str, NonNegativeInt]
     """Prompt tokens that workers did not read again: of a `system` prompt, of a `conversation`,
     from `disk`, or `moved` from another worker."""
     not_reused: dict[str, NonNegativeInt]
-    """Requests whose worker read earlier turns again, by why: `changed at message 3`, `evicted`,
-    `other Mac`. `too large`: prompts and answers that a worker had no room to keep."""
+    """Requests whose worker read earlier turns again, by cause: `changed at message 3`, `evicted`,
+    `other Mac`. `too large`: prompts and answers that did not fit into a worker's cache."""
 
 
 class Status(StatusModel):
@@ -391,7 +391,7 @@ class Status(StatusModel):
     errors: dict[str, NonNegativeInt]
     """Error responses, by code."""
     failovers: NonNegativeInt
-    """How often requests went on at another worker after one that had begun them."""
+    """Continuations of requests at another worker."""
     prefix: FleetPrefix
     pools: dict[str, PoolStatus]
     models: dict[str, ModelStatus]

@@ -207,7 +207,7 @@ class FleetRenderer:
         )
 
     def _unreported(self, matches: Callable[[engine_counts.LanePlace], bool]) -> model.Unreported:
-        """Sum what the matching lanes of engines did not tell."""
+        """Sum the unreported numbers of the matching lanes of engines."""
         untold = Counter[str]()
         for place, counts in self._untold.items():
             if matches(place):

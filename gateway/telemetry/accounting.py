@@ -97,7 +97,7 @@ class Accounting:
             self._access_log.write(record, self._wall())
 
     def take_pending(self) -> Mapping[CounterKey, int]:
-        """Return what has been counted since the last call, for the store."""
+        """Return the counts since the last call, for the store."""
         self._flush()
         pending, self._pending = self._pending, Counter()
         return pending
@@ -149,7 +149,7 @@ class Accounting:
 
 
 class _Labels(NamedTuple):
-    """What the requests that share counters have in common."""
+    """The common properties of requests that share counters."""
 
     outcome: Outcome
     status: int
@@ -170,7 +170,7 @@ class _Labels(NamedTuple):
 
     @property
     def bypass_reasons(self) -> set[str]:
-        """All reasons for which these requests were not drafted for."""
+        """All reasons against drafts for these requests."""
         reasons = {reason.value for reason in self.bypass}
         if self.reason == Bypass.MTP_NOT_PAYING:  # a property of the worker, not of the request
             reasons.add(self.reason)
@@ -188,9 +188,9 @@ class _Counters:
     completion_tokens: int = 0
     cached_tokens: int = 0
     more: Counter[CounterKey] = field(default_factory=Counter)
-    """What only some requests add."""
+    """Counts that only some requests add."""
     told: Counter[str] = field(default_factory=Counter)
-    """What an engine of another kind has told in its answers, and how often it told nothing."""
+    """The numbers in the answers of an engine of another kind, and how many lacked them."""
 
 
 def _error_record(record: RequestRecord, unix_s: float) -> ErrorRecord:
@@ -228,7 +228,7 @@ def _observe(lane: LaneStats, record: RequestRecord) -> None:
 
 
 def _count_answer(told: Counter[str], record: RequestRecord) -> None:
-    """Count what the answer of an engine tells; without it nobody would count the drafts."""
+    """Count the numbers in an engine's answer; without it nobody would count the drafts."""
     if record.outcome is Outcome.COMPLETED:
         told[engine_counts.UNTOLD_USAGE] += record.usage is UNUSED
         told[engine_counts.UNTOLD_CACHED] += record.usage is UNUSED or not record.usage.cached_known
@@ -242,7 +242,7 @@ def _count_answer(told: Counter[str], record: RequestRecord) -> None:
 
 
 def _counts(counters: _Counters) -> Counter[CounterKey]:
-    """Return what flushed counters add to the counts of the fleet."""
+    """Return the additions of flushed counters to the counts of the fleet."""
     labels, requests, counts = counters.labels, counters.requests, +counters.more
     counts["outcomes", labels.outcome.value] = requests
     if labels.code and labels.outcome is not Outcome.RESENT:

@@ -1,7 +1,7 @@
-"""The counts of engines that send no reports: what gateways count of their answers, as reports.
+"""Gateways' counts of the answers of engines that send no reports, as reports.
 
-The counters are among those that gateways share. What an engine does not tell is counted too, so
-that readers show it as unknown and not as zero.
+The counters are among those that gateways share. Unreported numbers are counted too, so that
+readers show them as unknown and not as zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FAMILY = "engine"
 REQUESTS, PROMPT, COMPLETION, CACHED = "requests", "prompt", "completion", "cached"
 STEPS, DRAFTED, ACCEPTED = "steps", "drafted", "accepted"
 RESULTS = HIT, MISS = ("hit", "miss")
-"""Of the prefix cache, where an engine tells them."""
+"""Of the prefix cache, if an engine reports them."""
 UNTOLD_USAGE, UNTOLD_CACHED, UNTOLD_DRAFTS = "untold_usage", "untold_cached", "untold_drafts"
 BOOT_ID = "counted-by-gateways"
 _ACCEPTED_NAMES = tuple(f"accepted_{count}" for count in range(MAX_DRAFT_TOKENS + 1))
@@ -41,16 +41,16 @@ class LanePlace(NamedTuple):
 
 
 Untold = Mapping[str, int]
-"""Answers that did not tell their `usage`, their `cached_tokens` or their `drafts`."""
+"""Answers that did not report their `usage`, `cached_tokens` or `drafts`."""
 
 
 def accepted_name(count: int) -> str:
-    """Return the name of the counter of drafts of which so many tokens were accepted."""
+    """Return the name of the counter of drafts with this number of accepted tokens."""
     return _ACCEPTED_NAMES[min(count, MAX_DRAFT_TOKENS)]
 
 
 def engine_reports(counts: Mapping[CounterKey, int]) -> tuple[WorkerReport, ...]:
-    """Return what gateways have counted of engines, one report for each engine and model."""
+    """Return the gateways' counts of engines, one report for each engine and model."""
     lanes: defaultdict[tuple[str, str], list[LaneReport]] = defaultdict(list)
     for place, told in _by_place(counts).items():
         try:
@@ -73,7 +73,7 @@ def engine_reports(counts: Mapping[CounterKey, int]) -> tuple[WorkerReport, ...]
 
 
 def untold_by_place(counts: Mapping[CounterKey, int]) -> dict[LanePlace, Untold]:
-    """Return how many answers of each lane did not tell what."""
+    """Return how many answers of each lane did not report each number."""
     return {
         place: {
             "usage": told.get(UNTOLD_USAGE, 0),

@@ -42,19 +42,19 @@ _COUNTERS = _rows(  # family of counts, name, labels
     requests requests pool,reason,status
         Finished requests.
     bypass bypasses reason
-        Requests without the drafts of the lane text-mtp; one may have several reasons.
+        Requests that could not run in the lane text-mtp; one may have several reasons.
     errors errors code
         Requests that ended with an error, by error code.
     prefix prefixes result
         Answered requests by the prefix cache result of their prompt (hit, miss, none, unknown).
     not_reused prefix_not_reused reason
-        Requests whose worker read earlier turns again, by why.
+        Requests whose worker read earlier turns again, by cause.
     tokens tokens model_name,kind
         Tokens of answered requests (prompt, completion); cached tokens are part of the prompt.
     retries retries -
         Attempts after the first one of a request.
     failovers failovers -
-        How often requests went on at another worker after one that had begun them.
+        Continuations of requests at another worker.
     """
 )
 _HISTOGRAMS = _rows(  # field of `LaneStats`, name, least and most seconds of a bound, labels
@@ -64,7 +64,7 @@ _HISTOGRAMS = _rows(  # field of `LaneStats`, name, least and most seconds of a 
     token_s time_per_output_token 1e-4 10 pool
         Time per token after the first one: at the worker, or of a stream as it comes.
     wait_s queue_wait 1e-3 inf pool
-        Time in the queue, of requests that waited for a slot and got one.
+        Time in the queue for requests that waited for a slot and got one.
     duration_s request_duration 1e-3 inf pool
         Time from the first byte of a request to the last byte of its complete response.
     added_latency_s added_latency 0 1 -
@@ -80,9 +80,9 @@ _WORKER_METRICS = [  # part of a worker's counts, field of the part, name, label
         work tokens paceline_worker_tokens kind
             Tokens of requests that have ended (prompt, completion).
         work untold paceline_worker_unreported_answers number
-            Answers of engines that did not tell their usage, cached_tokens or drafts.
+            Answers whose engine did not report usage, cached_tokens or drafts.
         steps steps paceline_worker_steps -
-            Steps of decoding, each of one batch.
+            Decoding steps, each for one batch.
         steps ahead paceline_worker_steps_ahead -
             Steps that the worker read while the device computed another one.
         prefix hits paceline_worker_prefix_hits -
@@ -92,7 +92,7 @@ _WORKER_METRICS = [  # part of a worker's counts, field of the part, name, label
         prefix cached_tokens paceline_worker_prefix_cached_tokens -
             Prompt tokens found in the cache.
         prefix tokens_by_kind paceline_worker_prefix_reused_tokens kind
-            Prompt tokens found in the cache, by what they are.
+            Prompt tokens found in the cache, by kind.
         saved prefill_s paceline_worker_prefix_saved_seconds -
             Estimated prefill time that the prefix cache saved.
         saved decode_s paceline_worker_drafting_saved_seconds -
@@ -144,8 +144,8 @@ class GatewayMetrics(Collector):
 class WorkerMetrics(Collector):
     """Sums over all boots of each worker, so that counters do not fall when a worker restarts.
 
-    `counts` hold what gateways count of engines that send no reports. What such an engine does not
-    tell has no sample: 0 would be wrong.
+    `counts` are the gateways' counts of engines that send no reports. A number that such an engine
+    does not report has no sample: 0 would be wrong.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class WorkerMetrics(Collector):
     def _parts(
         self, key: tuple[str, str], lanes: Sequence[protocol.LaneReport]
     ) -> dict[str, SimpleNamespace | protocol.PrefixCounts]:
-        """Return what is known of one model of a worker."""
+        """Return the known counts of one model of a worker."""
         untold: Counter[str] = Counter()
         for place, numbers in self._untold.items():
             if (place.model, place.worker_id) == key:

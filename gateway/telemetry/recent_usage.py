@@ -15,7 +15,7 @@ class RecentUsage:
 
     def __init__(self) -> None:
         self.current: Counts = Counter()
-        """Accounting adds the requests that end; keys are those that admins have created."""
+        """Accounting adds finished requests; keys are the ones that admins have created."""
         self._steps = deque[Counts](maxlen=_STEPS_A_MINUTE)
         self._minutes = deque[Counts](maxlen=_MINUTES)
         self._turns = 0

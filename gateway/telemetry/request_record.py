@@ -1,4 +1,4 @@
-"""The record of a finished request, from which accounting, access log and traces are written.
+"""The record of a finished request, for accounting, access log and traces.
 
 It is here because these may not import `proxy`, which makes it.
 """
@@ -40,10 +40,10 @@ class RequestRecord(NamedTuple):
     decision: Decision | None = None
     candidate: Candidate | None = None
     engine: str = ""
-    """The kind of the engine, if it is none of Paceline's workers: those send their own counts."""
+    """The kind of the engine, unless it is a worker of Paceline, which sends its own counts."""
     attempts: int = 0
     failovers: int = 0
-    """How often it has continued at another worker after one that had begun it."""
+    """How often it has continued at another worker."""
     usage: Usage = UNUSED
     waited_s: float = 0.0
     """Time in the queue for a slot."""

@@ -45,7 +45,7 @@ class LogHistogram:
 
 
 def percentile(counts: Sequence[int], share: float) -> float:
-    """Return the duration that this share of the durations did not exceed; 0 if there is none."""
+    """Return the duration that this share of the durations did not exceed; 0 without any."""
     rank = share * sum(counts) - _ROUNDING
     below = 0
     for index, count in enumerate(counts):
@@ -136,7 +136,7 @@ class Snapshot(NamedTuple):
     all_lanes: LaneTotals
     """The sum over all lanes."""
     outcomes: Mapping[str, int]
-    """All requests, those that reached no lane included."""
+    """All requests, whether they reached a lane or not."""
 
     def minus(self, earlier: Snapshot) -> dict[LaneKey, LaneTotals]:
         """Return the totals since an earlier snapshot, of lanes where requests ended since."""
@@ -185,7 +185,7 @@ class SnapshotHistory:
     def window(self, now: Snapshot, window_s: float) -> list[Snapshot]:
         """List the snapshots of a window, oldest first and `now` last.
 
-        The first is the newest one that is old enough, else the one of the gateway's start.
+        The first is the newest that is old enough, else the snapshot of the gateway's start.
         """
         found = [now]
         for snapshot in reversed(self._snapshots):

@@ -24,7 +24,7 @@ class ConstraintKind(StrEnum):
     CHOICE = "choice"
     GRAMMAR = "grammar"
     CALLS = "calls"
-    """Calls of tools alone, which no field of vLLM names."""
+    """Only calls of tools, for which vLLM lacks a field."""
     STRICT_TOOLS = "strict_tools"
     """Any text, and calls whose arguments have the form of their tool; no field of vLLM either."""
 
@@ -50,20 +50,20 @@ class Constraint(NamedTuple):
     value: Any
     """A JSON Schema, an expression, a list of texts, or a grammar as Lark or llama.cpp write it.
 
-    For calls, their `limit`, the parameters of all `functions` by name, and the `grammars` of those
-    that take a text of a prescribed form; for forced calls also which functions are `strict`, and
-    for strict tools the `style` in which the model writes calls.
+    For calls, their `limit`, the parameters of all `functions` by name, and the `grammars` of
+    functions with a text of a prescribed form; for forced calls also which functions are `strict`,
+    and for strict tools the `style` of the model's calls.
     """
     param: str
     """Path of the field that holds it, for errors."""
     tools: tuple[str, ...] = ()
-    """The names of all tools of the request, of which a path has the index."""
+    """The names of all tools of the request; a path has the index of one."""
 
 
 def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint of a body, or None; raise `FieldError` if it is malformed.
 
-    A forced call of a tool comes before any other form, because its answer has no text.
+    A forced call of a tool comes before any other form, because its answer contains no text.
     """
     constraints = [*_from_response_format(body), *_from_vllm_fields(body)]
     if len(constraints) > 1:
@@ -77,7 +77,7 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
 
 
 def strict_tools(body: Mapping[str, Any], style: str) -> Constraint | None:
-    """Return the constraint of free calls of which some are strict, or not all are allowed.
+    """Return the constraint of free calls if some are strict, or not all are allowed.
 
     A function with a grammar is strict too. The tools have been checked.
     """
@@ -118,11 +118,11 @@ def check_tool_grammars(body: Mapping[str, Any]) -> None:
     for name, grammar in grammars.items():
         if name not in functions:
             raise FieldError(
-                TOOL_GRAMMARS, f"'{TOOL_GRAMMARS}' names '{name[:100]}', which is none of 'tools'."
+                TOOL_GRAMMARS, f"'{TOOL_GRAMMARS}' names '{name[:100]}', which is not in 'tools'."
             )
         param = f"{TOOL_GRAMMARS}.{name}"
         if text_argument(functions[name].get("parameters")) is None:
-            raise FieldError(param, f"'{param}' must be a function that takes one string alone.")
+            raise FieldError(param, f"'{param}' must be a function with only a string argument.")
         fields = grammar if isinstance(grammar, Mapping) else {}
         if fields.keys() != {"syntax", "definition"} or fields["syntax"] not in _SYNTAXES:
             param += ".syntax"

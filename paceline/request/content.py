@@ -40,7 +40,7 @@ _GIF_BLOCKS_LIMIT = 16_384
 _GIF_BLOCK_CHARS = 128  # a block of a larger file has up to 255 bytes
 _JPEG_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xDA)))
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-FILE_PROBLEM = "A file must come in 'file_data', in base64; this gateway follows no links and ids."
+FILE_PROBLEM = "A file must be in 'file_data', in base64; the gateway does not follow links or ids."
 
 
 class PictureInvalid(ValueError):
@@ -73,7 +73,7 @@ def _begin_of_content(url: str) -> int:
     if prefix is None:
         raise PictureInvalid(
             "A picture must be a 'data:image/png;base64,...' URL (png, jpeg, webp or gif); "
-            "the gateway follows no links."
+            "the gateway does not follow links."
         )
     if len(url) - prefix.end() > PICTURE_LIMIT_BYTES // 3 * 4:
         raise PictureInvalid(f"A picture may have at most {PICTURE_LIMIT_BYTES} bytes.")
@@ -96,7 +96,7 @@ def read_size(url: str) -> tuple[int, int]:
 
 
 class _Content:
-    """Random access to the bytes of a base64 text, a piece of which is decoded at a time."""
+    """Random access to the bytes of a base64 text, which decodes a piece at a time."""
 
     def __init__(self, text: str, begin: int) -> None:
         self._text, self._begin = text, begin
@@ -126,7 +126,7 @@ class _Content:
 def _size(content: _Content) -> tuple[int, int] | None:
     """Return the largest sides of the canvas and of each frame, as decoders differ in which counts.
 
-    A file may end early: some decoders show what they have.
+    A file may end early: some decoders show a part.
     """
     magic = content.read(0, 12)
     if magic.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -237,8 +237,8 @@ MEDIA_KINDS = {
 }
 _NAME_LETTER = r"[^\s\x00-\x1f\x7f-\x9f<>{}()\[\]\"\\|,;=]"
 TOOL_NAME = rf"{_NAME_LETTER}(?:(?:{_NAME_LETTER}| ){{0,126}}?{_NAME_LETTER})?"
-"""Pattern of a function's name: what a model's text of a call can hold in every format, and a
-reader can find there. Colons and spaces within it are letters; brackets and quotes are markup."""
+"""Pattern of a function's name: it fits into the text of a call in every format, and a reader can
+find it there. Colons and spaces within it are letters; brackets and quotes are markup."""
 MESSAGE_TEXTS = ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal")
 """Optional texts of a message, for the chat template."""
 CONTINUES = ("prefix", "partial")
@@ -263,7 +263,7 @@ class Content:
     prompts: int = 1
     text_chars: int = 0
     continued: str = ""
-    """The place of the first mark by which the answer goes on from a message."""
+    """The place of the first mark that makes the answer continue a message."""
     inside: Inside = field(default_factory=Inside)
 
 
@@ -329,7 +329,7 @@ def source_of(part: Mapping[str, Any]) -> tuple[str, str | None]:
 
 
 def file_fault(file: Any) -> str:
-    """Return the field by which a file cannot be read; empty if it comes with its data."""
+    """Return the field that prevents reading a file; empty if its data is present."""
     fields = file if isinstance(file, Mapping) else {}
     linked = (name for name in ("file_url", "file_id") if fields.get(name) is not None)
     return next(linked, "" if isinstance(fields.get("file_data"), str) else "file_data")
@@ -368,12 +368,12 @@ def _read_message(message: Any, where: str, found: Content) -> None:
 
 
 def marks_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the marks of a message by which the answer may go on from it."""
+    """Return the marks of a message that let the answer continue it."""
     return {name: message[name] for name in CONTINUES if message.get(name) is not None}
 
 
 def _mark_of(message: Mapping[str, Any], where: str) -> str:
-    """Return the place of the mark by which the answer goes on from a message; empty: none."""
+    """Return the place of the mark that makes the answer continue a message; else empty."""
     for name, mark in marks_of(message).items():
         if not isinstance(mark, bool):
             raise FieldError(f"{where}.{name}", f"'{name}' must be true or false.")
@@ -401,7 +401,7 @@ def _read_part(part: Any, where: str, found: Content) -> None:
         raise FieldError(f"{where}.file.{field}", FILE_PROBLEM)
     elif source is not None and not source.startswith("data:"):
         # Fetching a client's URL could reveal resources of the internal network.
-        raise FieldError(f"{where}.{name}", "Media must come as a 'data:' URL.")
+        raise FieldError(f"{where}.{name}", "Media must be in a 'data:' URL.")
 
 
 def _read_picture(source: str | None, where: str, found: Content) -> None:
@@ -413,5 +413,5 @@ def _read_picture(source: str | None, where: str, found: Content) -> None:
         raise FieldError(where, str(invalid)) from None
     if found.pixels > PIXELS_LIMIT:
         raise FieldError(
-            where, f"The pictures of a request may have at most {PIXELS_LIMIT} pixels in all."
+            where, f"The pictures of a request may have at most {PIXELS_LIMIT} pixels in total."
         )

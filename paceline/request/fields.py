@@ -98,7 +98,7 @@ class Fields:
 
 
 def read_cache_salt(body: Mapping[str, Any]) -> str:
-    """Return what isolates a request from others of its client; empty if nothing does."""
+    """Return the `cache_salt` of a request; empty without one."""
     salt = body.get(CACHE_SALT)
     if salt is None:
         return ""

@@ -46,7 +46,7 @@ def encode_pieces(value: Any) -> Iterator[bytes]:
 
 
 def _batches(values: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yield values together that are short together, and a long one alone."""
+    """Yield short values together, and each long one by itself."""
     if len(values) == 1 or _room(values, _PIECE_CHARS) >= 0:
         yield values
     else:
@@ -56,7 +56,7 @@ def _batches(values: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def _room(value: Any, room: int) -> int:
-    """Return what a value leaves of a number of characters; less than 0 if it takes more."""
+    """Return a number of characters less those of a value; below 0 if it takes more."""
     if isinstance(value, str):
         return room - len(value)
     if isinstance(value, dict):

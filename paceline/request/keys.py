@@ -1,8 +1,8 @@
-"""What is inside a field counts as the field: the names that its objects may have, on each wire.
+"""The names that objects inside fields may have, on each wire.
 
-A name is read; or it belongs to an answer that comes back, and asks for nothing; or it asks for
-something that changes no answer here, and is listed; or it is an error that names its path. In an
-answer of another server any other name is listed too: the history never ends a conversation.
+A name is read; or it belongs to an answer that comes back, and asks for nothing; or it cannot
+change an answer here, and is listed; or it is an error that names its path. In an answer of another
+server any other name is listed too: the history never ends a conversation.
 """
 
 import re
@@ -66,16 +66,16 @@ MESSAGES thinking: type budget_tokens display | block_binding
 MESSAGES output_config: effort format | task_budget
 MESSAGES output_config.format: type schema name
 """
-"""By wire and place, the names that are known, and those that are ignored behind the bar."""
+"""By wire and place, the known names and, after the bar, the ignored ones."""
 _SHOWN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LISTED = 64
 
 
 class Inside(dict[str, None]):
-    """What is ignored inside of the fields of a request, in its order."""
+    """The ignored names inside the fields of a request, in its order."""
 
     echoed = False
-    """Whether what is checked now is part of an answer that comes back."""
+    """Whether the checked value is part of an answer that comes back."""
 
 
 KEYS = {
@@ -85,7 +85,7 @@ KEYS = {
 
 
 def check_keys(place: str, given: Any, inside: Inside | None = None, path: str = "") -> None:
-    """Check the names of a value that may be an object, and add what is ignored there.
+    """Check the names of a value that may be an object, and collect ignored ones.
 
     Raise `FieldError` for a name that no schema knows, unless it is null.
     """

@@ -287,7 +287,7 @@ def read_functions(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
         if isinstance(tool, Mapping) and tool.get("type") == "custom":
             raise FieldError(
                 f"tools[{index}].type",
-                "Custom tools work on /v1/responses; a chat has functions alone.",
+                "Custom tools work only on /v1/responses; a chat can only have functions.",
             )
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -319,7 +319,7 @@ def _check_choices(body: Mapping[str, Any]) -> None:
 
 
 def _check_template_kwargs(given: Any) -> None:
-    """Accept any variables of a template but those that are not the client's to set."""
+    """Accept any variables of a template except the ones that clients must not set."""
     name = "chat_template_kwargs"
     if given is None:
         return

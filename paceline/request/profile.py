@@ -1,6 +1,6 @@
 """The profile of a request: frozen records without the user's text.
 
-The policy decides on the `RequestProfile` alone. The worker parses the same body into the same
+The policy sees only the `RequestProfile`. The worker parses the same body into the same
 profile, so both report the same reasons. The records are tuples, because one of each is created per
 request, and a frozen dataclass takes three times as long.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Endpoint(StrEnum):
-    """What a request of the data plane asks a model for."""
+    """The service that a request of the data plane needs from a model."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -110,7 +110,7 @@ class RequestProfile(NamedTuple):
     ignore_eos: bool = False
     """Whether the answer goes on after the model's own end."""
     prompt_limit: int | None = None
-    """The most tokens of the prompt, whose beginning is left out; -1: what the context holds."""
+    """The most tokens of the prompt, whose beginning is cut; -1: up to the context."""
     generation_prompt: bool = True
     """Whether the template begins the assistant's message behind the last one."""
     continues_message: bool = False
@@ -133,7 +133,7 @@ class RequestProfile(NamedTuple):
     draft_tokens: int | None = None
     """k of this request (`extra_body: {"draft_tokens": k}`); None: the worker's k."""
     exact: bool = False
-    """Whether the answer must be the same in every bit, alone and beside other requests."""
+    """Whether the answer must be the same in every bit, whatever other requests run."""
     spec_prefill: bool | None = None
     """Whether to use sparse prefill (`specprefill`); None: the worker's setting."""
     spec_prefill_keep: float | None = None
@@ -149,7 +149,7 @@ class RequestProfile(NamedTuple):
     ignored: tuple[str, ...] = ()
     """Fields of the body that change no answer, so nothing acts on them."""
     spelled: tuple[tuple[str, str], ...] = ()
-    """Names of fields in errors, each with the one by which the client asks for the same."""
+    """Names of fields in errors, each with the client's name for it."""
     replaced: tuple[str, ...] = ()
     """The place and the type of each part of the history that words replace."""
 

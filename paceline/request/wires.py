@@ -1,7 +1,7 @@
-"""The one table of fields: what each wire honours, ignores, and refuses with which words.
+"""The one table of fields: which ones each wire honours, ignores or refuses.
 
 Parsing, translation, schemas and the table of docs/reference/requests.md come from here. A field is
-honoured; or it is accepted where the answer is the same without it, and listed; or it is an error
+honoured; or it is accepted if the answer is the same without it, and listed; or it is an error
 that names it.
 """
 
@@ -130,7 +130,7 @@ MESSAGES thinking: reasoning
 EMBEDDINGS truncate: truncate_prompt_tokens
 RERANK truncate: truncate_prompt_tokens
 """
-"""The field that does what those of its row ask for: on a wire, or wherever it is honoured."""
+"""The field that replaces the ones in its row: on a wire, or wherever it is honoured."""
 SYNONYMS = {
     "repeat_penalty": "repetition_penalty",
     "enable_thinking": "chat_template_kwargs.enable_thinking",
@@ -157,12 +157,12 @@ OF_PACELINE = _ROWS["paceline"]
 IGNORED = _ROWS["ignored"]
 """They may have any value."""
 IGNORED_ON = {wire: _ROWS.get(f"ignored {wire.name}", frozenset()) for wire in Wire}
-"""Those that choose among the services of a wire's makers, or limit tools that run there."""
+"""Fields that choose among the services of a wire's makers, or limit tools that run there."""
 NEUTRAL: Mapping[str, Sequence[Any]] = {
     name: from_json(f"[{values}]") for values, names in rows_of(_NEUTRAL) for name in names.split()
 }
 UNSENT = NEUTRAL.keys() | _ROWS["servers"]
-"""Ignored fields that no engine gets: strict ones reject those that they do not know."""
+"""Ignored fields that no engine gets: strict ones reject unknown fields."""
 INSTEAD = {
     (wire, name): field
     for wire, _, field, names in ((*row.rpartition(" "), names) for row, names in rows_of(_INSTEAD))
@@ -175,11 +175,11 @@ _SPELLED = {
     "thinking_token_budget": "thinking_budget",
     "frequency_penalty": "presence_penalty",
 }
-"""The names in errors for what a client may ask by these other fields."""
+"""The names in errors for fields with these other spellings."""
 
 
 def neutral_values(wire: Wire) -> Mapping[str, Sequence[Any]]:
-    """Return the values with which each field changes nothing on a wire, besides null."""
+    """Return the values that make each field neutral on a wire, besides null."""
     known = {name: values for name, values in NEUTRAL.items() if name not in HONOURED[wire]}
     # A template writes the begin token itself; a completion has none unless the tokenizer adds it.
     return known | ({"add_special_tokens": [True]} if wire is Wire.COMPLETIONS else {})
@@ -220,7 +220,7 @@ def _refusal(name: str, wire: Wire) -> str:
     if name in _ROWS.get(f"unserved {wire.name}", ()):
         return f"This gateway does not support '{name}'."
     if homes := [one.value for one in Wire if name in HONOURED[one]]:
-        return f"'{name}' works on {', '.join(homes)}, and not on {wire}."
+        return f"'{name}' works on {', '.join(homes)}, but not on {wire}."
     if name in NEUTRAL:
         return f"This value of '{name}' is not supported; omit the field."
     return unknown(name, wire)
@@ -255,7 +255,7 @@ def canonical(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def spellings(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of errors for which the client has another spelling, with that one."""
+    """Return the names in errors that the client spells differently, with its spelling."""
     if _SPELLED.keys().isdisjoint(body):
         return {}
     return {

@@ -69,7 +69,7 @@ async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked_and_wrong_ter
     page, gateway = tab.page, gateway_with_worker
     assert gateway.chat().status_code == 200
     await tab.open_admin(gateway, "#keys")
-    await expect(page.locator("#keys")).to_contain_text("There is no key yet")
+    await expect(page.locator("#keys")).to_contain_text("No key exists yet")
     await expect(page.locator("#usage tbody tr")).to_contain_text("Without a key1")
     await tab.button("New key").click()
     form = page.get_by_role("dialog")
@@ -326,7 +326,7 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
         await page.keyboard.press("Escape")
         await expect(page.locator("#fleet-line")).to_contain_text("2 of 2 workers ready")
         await tab.button("Cordon fake-a").click()
-        await expect(card).to_contain_text("by admin. It runs no request and can be stopped.")
+        await expect(card).to_contain_text("by admin. It has no running requests")
         second_worker.resume.set()
         assert [gateway.chat().status_code for _ in range(6)] == [200] * 6
         assert not worker.requests
@@ -338,7 +338,7 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
     await expect(paired).to_have_count(0)
     gateway.remove_worker(second_worker, restarting=True)
     lost = page.get_by_role("article", name="fake-b")
-    await expect(lost).to_contain_text("Its last sign came just now. Its process ended")
+    await expect(lost).to_contain_text("Its last report arrived just now. Its process ended")
     await expect(page.locator("#fleet-line")).to_contain_text("1 of 2 workers ready")
     gateway.remove_worker(second_worker)
     await expect(lost).to_contain_text("It signed off.")
@@ -348,4 +348,6 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
         await expect(card).to_contain_text("1 request still runs.")
         worker.resume.set()
         assert read().endswith(DONE)
-    await expect(page.locator("#notice")).to_have_text("fake-a runs no request and can be stopped.")
+    await expect(page.locator("#notice")).to_have_text(
+        "fake-a has no running requests, so you can stop it."
+    )

@@ -88,7 +88,7 @@ async def test_a_crash_is_told_as_one_and_failed_requests_are_listed(
         await expect(page.locator("#usage tbody tr")).to_contain_text("without a key02 / 2")
     with send_heartbeats(gateway, second_worker):
         gateway.remove_worker(worker, restarting=True)
-        await expect(page.locator("#trouble")).to_contain_text("it is being started again")
+        await expect(page.locator("#trouble")).to_contain_text("is being restarted")
         await expect(page.locator("#trouble")).not_to_contain_text("No worker has joined")
         await expect(page.locator("#live")).to_have_text("1 Mac missing")
     gateway.remove_worker(second_worker, restarting=True)
@@ -115,13 +115,15 @@ async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     await page.get_by_label("Key").fill(key["secret"])
     await tab.button("Sign in").click()
     await expect(page.locator("#live")).to_have_text("Live")
-    await expect(page.locator("#errors")).to_contain_text("No request of your key has failed")
+    await expect(page.locator("#errors")).to_contain_text(
+        "No recent request of your key has failed"
+    )
     assert not [url for url in tab.requested_urls if key["secret"] in url]
     storage = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
     assert key["secret"] not in await page.evaluate(storage)
 
     gateway_with_worker.revoke_key(key)
-    await expect(refusal).to_contain_text("does not accept this key, or no longer does")
+    await expect(refusal).to_contain_text("does not accept this key (any more)")
     await expect(page.locator("#view-line")).to_be_hidden()
     gateway_with_worker.chat(headers=bearer_headers(key))
     await tab.open_admin(gateway_with_worker)
@@ -144,7 +146,7 @@ async def test_the_page_names_one_of_several_gateways_and_reconnects_after_its_s
     await expect(source).to_contain_text("this gateway sent, one of 2")
     first.request_shutdown()
     await expect(page.locator("#live")).to_have_text("Not connected")
-    await expect(page.locator("#trouble")).to_contain_text("shows the last state meanwhile")
+    await expect(page.locator("#trouble")).to_contain_text("shows the last state until then")
     await expect(page.locator("#view-line")).to_be_visible()
     requests = len(tab.requested_urls)
     async with asyncio.timeout(60):

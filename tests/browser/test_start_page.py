@@ -29,7 +29,7 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
     await expect(page.locator("#live")).to_have_text("1 Mac ready")
     await expect(page.get_by_role("article", name="demo")).to_contain_text("Also called default")
     await expect(page.get_by_role("article", name="fake-a")).to_contain_text("ready")
-    await expect(page.locator("#key-state")).to_contain_text("Not needed")
+    await expect(page.locator("#key-state")).to_contain_text("Not required")
     code = page.get_by_role("tabpanel").locator("code")
     openai = (f"{url}/v1", "demo", "none")
     for client, parts in (
@@ -60,7 +60,8 @@ async def test_the_page_fills_the_address_the_model_and_the_key_into_each_snippe
     for client, tokens in (("Claude Code", "64,000"), ("Codex", "24,000")):
         await page.get_by_role("tab", name=client).click()
         told = (
-            f"# {client} needs a model with a context of {tokens} tokens. That of demo has 4,096.\n"
+            f"# {client} needs a model with a context of {tokens} tokens. The model demo has "
+            "4,096.\n"
         )
         await expect(code).to_have_text(told)
 

@@ -134,7 +134,7 @@ def test_c3_a_newcomer_gets_a_link_creates_a_key_and_ends_all_with_ctrl_c(
             assert [event for event in events if event][-1] == "data: [DONE]"
             assert up.wait_for_end() == 0
             assert connection.recv(1) == b""
-            notice = "Ending: 1 answer is still running. Ctrl-C again ends at once."
+            notice = "Shutting down: 1 answer is still running. Ctrl-C again stops at once."
             assert (notice in up.lines, up.lines[-1]) == (True, "Ended.")
 
 

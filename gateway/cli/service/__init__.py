@@ -37,7 +37,7 @@ def install(*, command: str, config: str | None, system: bool) -> int:
     file = Path(config) if config else here if here.is_file() else keeper.home / ".paceline" / here
     file = file.absolute()
     if config and not file.is_file():
-        raise CommandError(f"There is no settings file {file}.")
+        raise CommandError(f"The settings file {file} does not exist.")
     missed = [name for name in os.environ if name.startswith("PACELINE_")]
     for name in missed:  # the check uses only what the service will get
         del os.environ[name]
@@ -53,7 +53,7 @@ def install(*, command: str, config: str | None, system: bool) -> int:
         raise CommandError(f"{keeper.definition}: {error.strerror}.") from None
     click.echo(f"The service runs `paceline {command}` with the settings of {file}.")
     if missed := sorted({*missed} - {"PACELINE_CONFIG"}):
-        click.echo(f"It does not get {', '.join(missed)} of this shell: use that file.")
+        click.echo(f"It does not get {', '.join(missed)} from this shell; set them in that file.")
     if warning:
         click.echo(warning)
     return 0
@@ -87,23 +87,23 @@ def stop() -> int:
 def restart() -> int:
     """Let running requests end, and start the service again."""
     _installed(to_change=True).restart()
-    click.echo("The service has started again.")
+    click.echo("The service has restarted.")
     return 0
 
 
 def uninstall() -> int:
     """Let running requests end, and remove the service."""
     _installed(to_change=True).uninstall()
-    click.echo("The service is gone; its settings, keys and logs remain.")
+    click.echo("The service is removed; its settings, keys and logs remain.")
     return 0
 
 
 def _system(*, system: bool, to_change: bool = False) -> System:
     is_mac = platform.system() == "Darwin"
     if system and not is_mac:
-        raise CommandError("--system is for macOS: elsewhere the service needs no login either.")
+        raise CommandError("--system is only for macOS; elsewhere a service needs no login.")
     if to_change and system != bool(sudo_account()):
-        needed = "with sudo, from the account that it runs as" if system else "without sudo"
+        needed = "with sudo, from the account that runs it" if system else "without sudo"
         raise CommandError(f"This service can only be changed {needed}.")
     return Launchd(system=system) if is_mac else Systemd()
 
@@ -123,7 +123,7 @@ def _installed(*, to_change: bool = False) -> System:
 
 
 def _check(command: str, file: Path | None) -> int:
-    """Return how long a shutdown may take; raise `StartupError` for what cannot start."""
+    """Return how long a shutdown may take; raise `StartupError` for wrong settings."""
     # Loads pydantic: not for the process of the service.
     from gateway.config.settings import load_settings  # noqa: PLC0415
     from gateway.errors import StartupError  # noqa: PLC0415

@@ -1,6 +1,6 @@
-"""The service as an agent of launchd, or as a daemon of a Mac on which nobody logs in.
+"""The service as a launchd agent, or as a daemon on a Mac where nobody logs in.
 
-The tests use a scripted `launchctl`: nobody has tried this on a Mac yet.
+The tests use a scripted `launchctl`: this has not been tested on a Mac.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Launchd:
     def install(self, command: Sequence[str], environment: Mapping[str, str], stop_s: int) -> str:
         """Start the service, in place of an older one; return a warning, or nothing."""
         if self._other.exists():
-            raise CommandError(f"Uninstall the service of {self._other} first.")
+            raise CommandError(f"First uninstall the service of {self._other}.")
         definition = {
             "Label": NAME,
             "ProgramArguments": [*command],

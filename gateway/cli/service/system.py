@@ -1,4 +1,4 @@
-"""What the services of launchd and systemd have in common."""
+"""The common part of the services of launchd and systemd."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def call(*command: str, may_fail: bool = False) -> subprocess.CompletedProcess[s
             check=False,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
-        raise CommandError(f"This machine has no command `{line}`, or it does not end.") from None
+        raise CommandError(f"The command `{line}` is missing here, or does not end.") from None
     if done.returncode and not may_fail:
         problem = done.stderr.partition("\n")[0] or f"exit code {done.returncode}"
         raise CommandError(f"`{line}` failed: {problem[:500]}")

@@ -4,7 +4,7 @@ import { amount, bar, make, several } from "../shared/elements.js";
 
 // Render the response of the diff route.
 export function difference({ changes, decisions, moves, warnings }) {
-  if (!changes.length) return [make("p", { class: "muted" }, "The document equals the active version.")];
+  if (!changes.length) return [make("p", { class: "muted" }, "The document is the same as the active version.")];
   return [
     make("ul", { class: "changes" }, changes.map(change)),
     make("h3", {}, "Recent requests"),
@@ -32,7 +32,7 @@ function yamlLine(value) {
 }
 
 function moveTable(decisions, moves) {
-  if (!decisions) return [make("p", { class: "muted" }, "The gateway has served no requests yet, so there is nothing to compare.")];
+  if (!decisions) return [make("p", { class: "muted" }, "The gateway has not served any requests yet, so it cannot compare decisions.")];
   const moving = moves.filter(({ from, to }) => from !== to);
   const count = moving.reduce((sum, move) => sum + move.count, 0);
   const summary = count

@@ -35,7 +35,7 @@ async function refresh() {
 
 function showKeys(all) {
   if (!all.length) {
-    const text = "There is no key yet. Without keys the gateway serves only this machine; with the first key every client needs one.";
+    const text = "No key exists yet. Without keys the gateway serves only this machine; after the first one, every client needs a key.";
     byId("keys").replaceChildren(make("p", { class: "empty" }, text));
     return;
   }
@@ -94,12 +94,12 @@ function edit(key) {
   keyForm(`Edit ${key.name}`, "Save", { key }, async (terms) => {
     await requestJson("PATCH", `/keys/${key.id}`, terms);
     await refresh();
-    notice(`The changes of ${key.name} apply from the next request on.`);
+    notice(`The changes to ${key.name} apply from the next request.`);
   });
 }
 
 function rotate(key) {
-  const text = "The present secret will be rejected from now on; running requests continue. Limits and usage stay.";
+  const text = "The gateway will reject the current secret from now on; running requests continue. Limits and usage stay.";
   confirmFirst(`Replace the secret of ${key.name}?`, text, "Replace secret", async () => {
     const rotated = await requestJson("POST", `/keys/${key.id}/rotate`);
     await refresh();
@@ -108,7 +108,7 @@ function rotate(key) {
 }
 
 function revoke(key) {
-  const text = `${key.name} will be rejected from now on, and its running requests end. This cannot be undone.`;
+  const text = `The gateway will reject ${key.name} from now on, and end its running requests. This cannot be undone.`;
   confirmFirst(`Revoke ${key.name}?`, text, "Revoke key", async () => {
     await requestJson("DELETE", `/keys/${key.id}`);
     await refresh();

@@ -74,7 +74,7 @@ connectSignIn(admin, {
   leave: () => askForKey(""),
   refuse: askForKey,
   refused:
-    "This is not the admin key of this gateway. On the gateway's machine it is the value of PACELINE_ADMIN_KEY, or else the content of ~/.paceline/admin-key.",
+    "This is not the admin key of this gateway. The gateway's machine has it in PACELINE_ADMIN_KEY, or else in ~/.paceline/admin-key.",
 });
 window.addEventListener("hashchange", () => {
   if (takeKeyFromAddress()) enter();

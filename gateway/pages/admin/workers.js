@@ -10,8 +10,8 @@ const REFRESH_MS = 2000;
 const DRAIN_S = 20;
 // Why a worker is gone, in `gone_because`.
 const GONE = {
-  restarting: "Its process ended, and it is being started again.",
-  silent: "It has sent nothing since. It may be asleep, switched off or cut off from the network.",
+  restarting: "Its process ended and is being restarted.",
+  silent: "It has sent nothing since. It may be asleep, switched off or disconnected from the network.",
   left: "It signed off.",
 };
 const TONES = { ready: "ok", cordoned: "warn", gone: "bad", ejected: "bad", unreachable: "bad" };
@@ -75,7 +75,7 @@ function card(worker) {
     make("div", { class: "card-head" }, make("h2", { class: "title" }, id), pill(state, TONES[state] ?? "warn")),
     make("p", { class: "muted small" }, details.filter(Boolean).join(" · ")),
     worker.url && make("p", { class: "muted small address" }, worker.url),
-    worker.gone_since && make("p", { class: "cordon-line" }, "Its last sign came ", ago(worker.gone_since), ". ", GONE[worker.gone_because]),
+    worker.gone_since && make("p", { class: "cordon-line" }, "Its last report arrived ", ago(worker.gone_since), ". ", GONE[worker.gone_because]),
     worker.problem && make("p", { class: "cordon-line", role: "status" }, worker.problem),
     make("div", { class: "lanes" }, lanes.map(lane)),
     worker.cordoned_since && cordonLine(worker),
@@ -99,7 +99,7 @@ function lane({ name, slots, running, waiting, in_flight }) {
 function cordonLine({ in_flight, cordoned_since, cordoned_by }) {
   const rest = in_flight
     ? `${several(in_flight, "request")} still ${in_flight === 1 ? "runs" : "run"}.`
-    : "It runs no request and can be stopped.";
+    : "It has no running requests, so you can stop it.";
   return make("p", { class: "cordon-line" }, "No new requests since ", ago(cordoned_since), `, by ${cordoned_by}. ${rest}`);
 }
 
@@ -113,7 +113,7 @@ function actions({ worker_id: id, cordoned_since, gone_since, in_flight, paired_
   }
   return [
     named("toggle", "Cordon", () => cordon(id), { title: "No new requests; running requests finish" }),
-    !gone_since && named("drain", "Drain", () => drain(id), { title: "Cordon, and wait until no request runs" }),
+    !gone_since && named("drain", "Drain", () => drain(id), { title: "Cordon, and wait until its requests have ended" }),
     paired_since && named("unpair", "Unpair", () => unpair(id), { title: "Its token ends, and it leaves" }),
   ];
 }
@@ -136,7 +136,7 @@ async function drain(id) {
     do {
       result = await (await request("POST", path(id, `drain?timeout_s=${DRAIN_S}`), { headers: authorHeader() })).json();
     } while (!result.drained && result.cordoned_since);
-    if (result.cordoned_since) notice(`${id} runs no request and can be stopped.`);
+    if (result.cordoned_since) notice(`${id} has no running requests, so you can stop it.`);
   } finally {
     draining.delete(id);
   }
@@ -157,19 +157,19 @@ async function addMac() {
     make("p", {}, "On the new Mac, install Paceline for a worker, run this command, and enter the code. It is good for two minutes and one try."),
     command("Copy the command that joins by a code", `paceline join ${gateway}${model(all)}`),
     make("div", { class: "row" }, show, shown),
-    make("p", {}, "Without a code: on the gateway\u2019s machine, print the command for the new Mac, with the join token. If PACELINE_JOIN_TOKEN sets the token, take it instead of the file:"),
+    make("p", {}, "Without a code: on the gateway\u2019s machine, print the command for the new Mac, with the join token. If PACELINE_JOIN_TOKEN sets the token, use it instead of the file:"),
     command("Copy the command that prints the command", `echo "PACELINE_JOIN_TOKEN=${token} paceline worker --join ${gateway}${model(all)}"`),
-    make("p", {}, "On the new Mac, install Paceline for a worker, and run the printed command (in a clone, with .venv/bin/paceline). NAME, if it is there, is the folder or the Hugging Face name of a model."),
+    make("p", {}, "On the new Mac, install Paceline for a worker, and run the printed command (in a clone, with .venv/bin/paceline). Replace NAME, if the command has it, with the folder or the Hugging Face name of a model."),
   ];
   const open = [
-    make("p", {}, "The gateway listens for its own machine only. For other Macs, create an API key, and start it again so that it listens on your network; then this dialog has the command by which a Mac joins:"),
+    make("p", {}, "The gateway serves only its own machine. For other Macs, create an API key, and restart the gateway so that it listens on your network; then this dialog has the command that joins a Mac:"),
     command("Copy the command that opens the gateway", "paceline up --host 0.0.0.0"),
   ];
   const dialog = openDialog(
     "Add a Mac",
     [
       gateway ? join : open,
-      make("p", {}, "A Mac that already runs LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp joins as it is, by a command on the gateway\u2019s machine, with the address and the port of that engine:"),
+      make("p", {}, "A Mac that already runs LM Studio, Ollama, mlx-lm, mlx-vlm, vllm-mlx, oMLX or llama.cpp can join without changes. Run this command on the gateway\u2019s machine, with the address and the port of that engine:"),
       command("Copy the command that joins an engine", `paceline join-engine ${new URL(joining.local_url).protocol}//ITS-ADDRESS:PORT${there}`),
       news,
     ],

@@ -27,13 +27,13 @@ export class ErrorList {
     this.#readAt = Date.now();
     const failed = await read(this.#client);
     if (failed) this.#show(failed.errors, failed.all_keys);
-    else this.#root.replaceChildren(make("p", { class: "empty" }, "The list cannot be read now."));
+    else this.#root.replaceChildren(make("p", { class: "empty" }, "The list is not available now."));
   }
 
   #show(errors, all) {
-    this.#scope.textContent = all ? "of all clients" : "of your key; sign in to the admin page to see those of all clients";
+    this.#scope.textContent = all ? "of all clients" : "of your key; sign in to the admin page to see all clients";
     if (!errors.length) {
-      const none = all ? "No request has failed lately." : "No request of your key has failed lately; the counts above are those of all clients.";
+      const none = all ? "No recent request has failed." : "No recent request of your key has failed; the counts above are for all clients.";
       this.#root.replaceChildren(make("p", { class: "empty" }, none));
       return;
     }

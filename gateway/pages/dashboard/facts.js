@@ -25,7 +25,7 @@ export function showFacts(state) {
 }
 
 function savedByMtp({ savings }) {
-  if (savings.decode_s < 0) return ["Drafting has cost more time than it saved so far"];
+  if (savings.decode_s < 0) return ["Drafting has cost more time than it has saved"];
   return [place("savings/decode_steps", "count"), " decode steps saved"];
 }
 
@@ -58,7 +58,7 @@ function showErrors(state) {
   byId("errors-hour").classList.toggle("lost", errors > 0);
   const link = make("a", { href: "#errors-title" }, "Show them");
   const line = [`of ${several(answered, "request")}, ${as.count(lately)} in the last minute. `, link];
-  const fresh = make("p", {}, errors ? line : answered ? `of ${several(answered, "request")}` : untilNow(state, "No request in the last hour"));
+  const fresh = make("p", {}, errors ? line : answered ? `of ${several(answered, "request")}` : untilNow(state, "No requests in the last hour"));
   if (byId("errors-line").textContent !== fresh.textContent) byId("errors-line").replaceChildren(...fresh.childNodes);
 }
 

@@ -42,7 +42,7 @@ function memory(of, { memory_bytes: held, prefix_cache_bytes: kept }) {
 const accepted = (of) =>
   entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens per step"]);
 
-const unknown = (name) => entry(name, "unknown: the engine does not tell");
+const unknown = (name) => entry(name, "unknown: the engine does not report it");
 
 // Return who drafted the accepted tokens; null where only the MTP head did.
 function sources(of, { sources: by = {} }) {

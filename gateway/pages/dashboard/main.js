@@ -73,7 +73,7 @@ async function enter() {
     if (signal.aborted) return;
     if (Date.now() - began > LASTED_MS) tries = 0;
     say("Not connected", "bad");
-    showProblem(`${problem} The page tries again, and shows the last state meanwhile.`);
+    showProblem(`${problem} The page will try again, and shows the last state until then.`);
     document.body.classList.add("stale");
     await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(tries, AGAIN_MS.length - 1)]));
   }

@@ -41,9 +41,9 @@ export function positions({ mtp, decisions }) {
 // The prompt tokens that workers did not read again, by what they are.
 const KINDS = {
   system: ["System prompts", "A worker keeps each system prompt that it has read."],
-  conversation: ["Earlier turns", "The next turn of a chat begins where the last one ended, in the memory of its worker."],
-  moved: ["From another Mac", "A conversation whose Mac is full or away goes on at another one, which fetches what was read."],
-  disk: ["From disk", "A conversation that the memory had no room for is read back from disk."],
+  conversation: ["Earlier turns", "The next turn of a chat continues from the memory of its worker."],
+  moved: ["From another Mac", "If the Mac of a conversation is full or away, another one continues it and fetches the cached prompt."],
+  disk: ["From disk", "A conversation that did not fit into memory is read from disk."],
 };
 
 export function reuse({ decisions, prefix }) {
@@ -53,7 +53,7 @@ export function reuse({ decisions, prefix }) {
   const missed = Object.entries(prefix.not_reused).map(([why, count]) => `${why} (${as.count(count)})`);
   return [
     ...Object.values(KINDS).map(([name, text], index) => row(name, as.count(counts[index]), counts[index], most, text)),
-    ...(missed.length ? [make("p", { class: "muted small" }, `Why earlier turns were read again: ${missed.join(", ")}.`)] : []),
+    ...(missed.length ? [make("p", { class: "muted small" }, `Reasons to read earlier turns again: ${missed.join(", ")}.`)] : []),
   ];
 }
 
@@ -63,7 +63,7 @@ export function reasons({ decisions, mtp }) {
   const known = mtp.enabled ? "mtp" : "decisions";
   const counts = (mtp.enabled ? mtp : decisions).bypass_counts;
   const sorted = Object.entries(counts).filter(([, count]) => count).sort(([, one], [, other]) => other - one);
-  if (!sorted.length) return empty(decisions.total ? "No worker has left a request without drafts so far." : "No request yet.");
+  if (!sorted.length) return empty(decisions.total ? "No requests without drafts so far." : "No request yet.");
   return sorted.map(([reason, count]) =>
     row(BYPASS_NAMES[reason] ?? reason, place(`${known}/bypass_counts/${reason}`, "count"), count, sorted[0][1], BYPASS_REASONS[reason] ?? "Unknown reason."),
   );
@@ -79,7 +79,7 @@ const LATENCIES = [
 // Latency percentiles of each pool within the window.
 export function speeds({ pools }) {
   const busy = Object.keys(pools).filter((name) => pools[name].recent.requests > 0);
-  if (!busy.length) return empty("No request ended in this window.");
+  if (!busy.length) return empty("No requests ended in this window.");
   const head = (name) => make("th", { class: "number", scope: "col" }, name);
   const line = (said, cells) => make("tr", {}, make("th", { scope: "row" }, said), cells);
   const cell = (name, field) => {
@@ -98,18 +98,18 @@ export function speeds({ pools }) {
 
 // How requests end that are not completed.
 const OUTCOMES = {
-  refused: "refused for a fault of the client",
+  refused: "refused because of the client",
   unserved: "without a free worker",
-  resent: "sent on by the proxy in front",
+  resent: "resent by the proxy",
   failed: "failed by a worker",
-  client_left: "left by the client",
+  client_left: "abandoned by the client",
 };
 
 export function gateway({ gateway, store, policy, outcomes, failovers }) {
   const entry = (name, said) => make("div", {}, make("dt", {}, name), make("dd", {}, said));
   const failed = Object.entries(outcomes).filter(([name, count]) => name !== "completed" && count);
   const otherwise = ([name]) => [", ", place(`outcomes/${name}`, "count"), ` ${OUTCOMES[name] ?? name}`];
-  const moved = failovers ? [", ", place("failovers", "count"), " times gone on at another worker"] : [];
+  const moved = failovers ? [", ", place("failovers", "count"), " times continued at another worker"] : [];
   const sharing = store.kind === "redis" ? `shared by ${several(store.gateways, "gateway")}` : "stored by this gateway only";
   return [
     entry("Gateway overhead", gateway.added_latency_s.count ? [place("gateway/added_latency_s/p50", "duration"), " per request (median)"] : "no request yet"),

@@ -135,8 +135,8 @@ function lap(tokensPerS, fastest) {
 
 function kindOf({ slots, mtp, unreported }) {
   if (slots === 0) return "no available worker";
-  if (!mtp.enabled && unreported.drafts) return "drafts unknown: the engines do not tell";
+  if (!mtp.enabled && unreported.drafts) return "drafts unknown: the engines do not report them";
   if (!mtp.enabled || !mtp.requested_draft_tokens) return "no drafts";
   const ahead = mtp.effective_draft_tokens;
-  return ahead ? `drafts ${several(ahead, "token")} ahead` : "drafting does not pay at present";
+  return ahead ? `drafts ${several(ahead, "token")} ahead` : "drafting would be slower now";
 }

@@ -4,7 +4,7 @@ import { byId, make } from "../shared/elements.js";
 import { SENTENCES, sentences } from "../shared/trouble.js";
 
 function stored({ problem, file_problem: file, record_problem: records }) {
-  return [problem && `${problem} This gateway goes on alone until that ends.`, file && `${file} Edits are refused until that ends.`, records].filter(Boolean);
+  return [problem && `${problem} This gateway continues by itself until this is fixed.`, file && `${file} The gateway refuses edits until this is fixed.`, records].filter(Boolean);
 }
 
 export function showTrouble({ store, workers }) {

@@ -26,7 +26,7 @@ export class UsageList {
   }
 
   #show(keys) {
-    if (!keys.length) return this.#root.replaceChildren(make("p", { class: "empty" }, "No request in the last hour."));
+    if (!keys.length) return this.#root.replaceChildren(make("p", { class: "empty" }, "No requests in the last hour."));
     const head = ["Key", "Now", "Requests", "Tokens", "Waited"].map((name) => make("th", { scope: "col" }, name));
     const rows = keys.slice(0, SHOWN).map(row);
     this.#root.replaceChildren(make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows)));

@@ -15,16 +15,16 @@ export const BYPASS_NAMES = {
 };
 
 export const BYPASS_REASONS = {
-  endpoint: "The request asks for vectors or for a ranking, so nothing is generated.",
-  exact: "The answer must be the same in every bit, alone and beside other requests.",
+  endpoint: "The request is for vectors or a ranking, so the model generates no text.",
+  exact: "The answer must be the same in every bit, whatever other requests run.",
   media: "The request contains pictures, video, audio or files.",
-  non_greedy_sampling: "The request samples: its temperature is above 0. Its lane drafts only where that pays.",
-  logits_processors: "Penalties, biases or forbidden words change token scores.",
+  non_greedy_sampling: "The request samples: its temperature is above 0. Its lane drafts only if that saves time.",
+  logits_processors: "Penalties, biases or forbidden words change the token scores.",
   logprobs: "The request asks for log probabilities.",
   multiple_choices: "The request asks for several choices (n above 1).",
   prompt_too_long: "The prompt is longer than the lane text-mtp accepts.",
   no_mtp_worker: "No worker that can draft was available.",
-  mtp_not_paying: "Drafting was measured to be slower than plain decoding at that batch size.",
+  mtp_not_paying: "At that batch size, drafting was slower than plain decoding.",
   head_unhealthy: "The MTP head failed its self-test, or kept failing.",
 };
 

@@ -2,7 +2,7 @@
 
 import { byId } from "./elements.js";
 
-const REFUSED = "The gateway does not accept this key, or no longer does.";
+const REFUSED = "The gateway does not accept this key (any more).";
 
 // A key must be a valid header value.
 export const isValidKey = (text) => /^[\x21-\x7e]+$/.test(text);

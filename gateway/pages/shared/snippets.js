@@ -164,7 +164,7 @@ export function snippetTabs(clients, settings) {
     clients.forEach(({ name, code, leastTokens }, index) => {
       // An agent begins with the descriptions of all its tools.
       const text = next.contextTokens < leastTokens
-        ? `# ${name} needs a model with a context of ${amount(leastTokens)} tokens. That of ${next.model} has ${amount(next.contextTokens)}.\n`
+        ? `# ${name} needs a model with a context of ${amount(leastTokens)} tokens. The model ${next.model} has ${amount(next.contextTokens)}.\n`
         : code(next);
       if (codes[index].textContent !== text) codes[index].textContent = text;
     });

@@ -9,8 +9,8 @@ function clock(unixS) {
 
 // The sentences about one worker.
 export const SENTENCES = {
-  restarting: (name, since) => `${name} stopped at ${since}; it is being started again.`,
-  silent: (name, since) => `${name} has sent nothing since ${since}. It may be asleep, switched off or cut off from the network.`,
+  restarting: (name, since) => `${name} stopped at ${since} and is being restarted.`,
+  silent: (name, since) => `${name} has sent nothing since ${since}. It may be asleep, switched off or disconnected from the network.`,
 };
 
 export function sentences(workers) {
@@ -18,7 +18,7 @@ export function sentences(workers) {
     if (SENTENCES[absence.kind] && state !== "ready") return [SENTENCES[absence.kind](name, clock(absence.unix_s))];
     if (state === "unreachable") return [`This gateway cannot connect to ${name}. ${problem}`];
     if (problem) return [`${name}: ${problem}`];
-    if (state === "ejected") return [`${name} gets no requests for a while: ${ejection.reason}.`];
+    if (state === "ejected") return [`${name} gets no requests for now: ${ejection.reason}.`];
     if (state === "starting") return [`${name} is starting${start.description ? `: ${start.description}` : ""}.`];
     return [];
   });

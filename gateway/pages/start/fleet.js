@@ -18,7 +18,7 @@ function modelCard(name, others, status) {
     context > 0 && `${amount(context)} tokens of context`,
     workers.some(({ lanes }) => "vlm" in lanes) && "reads pictures",
     workers.some(({ mtp }) => mtp.enabled) && "drafts ahead",
-    workers.some(({ lanes }) => "embeddings" in lanes) && "returns vectors of texts",
+    workers.some(({ lanes }) => "embeddings" in lanes) && "returns vectors for texts",
     workers.some(({ lanes }) => "rerank" in lanes) && "ranks documents",
   ].filter(Boolean);
   return make(

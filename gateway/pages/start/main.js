@@ -52,8 +52,8 @@ async function readStatus() {
 
 function showKeyState(signedIn) {
   const keysPage = document.querySelector('nav a[href="/admin#keys"]') && make("a", { href: "/admin#keys" }, "Keys");
-  const needed = ["Needed. An admin creates one for you", keysPage && [" on the page ", keysPage], "."];
-  const text = make("p", {}, keyRequired ? needed : "Not needed. Clients that insist on one may send any text.");
+  const needed = ["Required. An admin creates one for you", keysPage && [" on the page ", keysPage], "."];
+  const text = make("p", {}, keyRequired ? needed : "Not required. If a client insists on a key, use any text.");
   if (byId("key-state").textContent !== text.textContent) byId("key-state").replaceChildren(text);
   byId("sign-in-form").hidden = !keyRequired || signedIn;
   byId("sign-out").hidden = !client.hasKey;
@@ -85,7 +85,7 @@ function show(models, status) {
   replace("mac-list", status ? macCards(status) : []);
   byId("macs").hidden = !workers.length;
   const why = sentences(status?.workers ?? {});
-  const text = [why.length ? "No model is ready." : "No model is ready yet.", ...why, "This page shows each one as soon as a Mac serves it."].join(" ");
+  const text = [why.length ? "No model is ready." : "No model is ready yet.", ...why, "This page shows each model as soon as a Mac serves it."].join(" ");
   trouble(served.length ? "" : text);
   if (!served.length) say("No model ready", "warn");
   else say(ready ? `${ready} ${ready === 1 ? "Mac" : "Macs"} ready` : "Ready", "ok");
@@ -101,7 +101,7 @@ function showSignedOut(refusal) {
   keyRequired = true;
   showKeyState(false);
   showChoice([ANY_MODEL]);
-  replace("model-list", [make("p", { class: "card empty" }, "A key shows the models.")]);
+  replace("model-list", [make("p", { class: "card empty" }, "Enter a key to see the models.")]);
   byId("macs").hidden = true;
   trouble("");
   say("Key needed", "");

@@ -117,7 +117,7 @@ export class Answer {
 
   // Say why there is no text.
   #absence(stopped) {
-    if (this.#reasoning) return stopped ? "Stopped before the answer." : "The model reasoned, and wrote no answer.";
+    if (this.#reasoning) return stopped ? "Stopped before the answer." : "The model reasoned, but wrote no answer.";
     return stopped ? "Stopped before the first token." : "The answer is empty.";
   }
 
@@ -129,7 +129,7 @@ export class Answer {
     if (tokens) facts.push([`${ended} ${several(tokens, "token")}`, ...this.#speed(tokens), "."]);
     if (total) {
       const share = `${Math.round((100 * accepted) / total)}%`;
-      facts.push(accepted ? [make("strong", {}, `${amount(accepted)} of ${amount(total)} tokens`), ` (${share}) were drafted ahead and accepted.`] : ["No token was drafted ahead."]);
+      facts.push(accepted ? [make("strong", {}, `${amount(accepted)} of ${amount(total)} tokens`), ` (${share}) were drafted and accepted.`] : ["No tokens were drafted."]);
     }
     if (this.#headers?.get("x-paceline-worker")) facts.push(this.#place());
     return facts;
@@ -140,7 +140,7 @@ export class Answer {
     const more = tokens - 1;
     const ms = this.#tokenMs * more || this.#lastMs - this.#firstMs;
     const first = `; the first came after ${((this.#firstMs - this.#sentMs) / 1000).toFixed(2)} s`;
-    if (more < LEAST_TOKENS || ms < (this.#tokenMs ? 0 : LEAST_MS)) return [first, ", and it is too short to say how fast the rest came"];
+    if (more < LEAST_TOKENS || ms < (this.#tokenMs ? 0 : LEAST_MS)) return [first, ", and it is too short to measure the speed the rest came"];
     return [first, ", then ", make("strong", {}, `${amount(Math.round((1000 * more) / ms))} tokens/s`)];
   }
 

@@ -141,7 +141,7 @@ async function loadModels() {
     byId("sign-in-form").hidden = true;
     byId("sign-out").hidden = !client.hasKey;
     byId("model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
-    trouble(names.length ? "" : "No model is ready yet. This page offers each one as soon as a Mac serves it.");
+    trouble(names.length ? "" : "No model is ready yet. This page lists each model as soon as a Mac serves it.");
     if (!names.length) setTimeout(loadModels, REFRESH_MS);
   } catch (failure) {
     if (failure.status === 401) return;

@@ -14,7 +14,7 @@ export function attach(files) {
     const bytes = chosen.reduce((sum, { size }) => sum + size, file.size);
     if (!KINDS.includes(file.type)) notice("Only PNG, JPEG, WebP and GIF pictures can be sent.");
     else if (chosen.length >= COUNT_LIMIT) notice(`A question can have ${COUNT_LIMIT} pictures.`);
-    else if (bytes > BYTES_LIMIT) notice("The pictures of a question can have 16 MB together.");
+    else if (bytes > BYTES_LIMIT) notice("The pictures of a question can have 16 MB in total.");
     // It takes its place at once, before it is read: a second paste meanwhile counts it.
     else chosen.push({ size: file.size, name: file.name || "picture", url: read(file) });
   }

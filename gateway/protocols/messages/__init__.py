@@ -1,7 +1,7 @@
 """Anthropic's Messages: a request becomes a chat, and the answer of the chat a message.
 
-https://docs.anthropic.com/en/api/messages. What a field changes for Anthropic's own service alone,
-such as `cache_control`, is accepted and left out.
+https://docs.anthropic.com/en/api/messages. Fields that concern only Anthropic's own service, such
+as `cache_control`, are accepted and omitted.
 """
 
 import math
@@ -83,11 +83,11 @@ class MessagesFormat(TranslatingFormat):
 
     @property
     def _mark(self) -> Callable[[str], str] | None:
-        """Return what signs the reasoning that the client gets; None if it asks for none."""
+        """Return the signer of the client's reasoning; None if it asks for none."""
         return self._sign if self._chat.shows_reasoning else None
 
     def _sign(self, reasoning: str) -> str:
-        """Return the mark by which reasoning that comes back is known as ours and unchanged."""
+        """Return the mark that later shows that reasoning is ours and unchanged."""
         return self._sealer.seal(b"", _REASONING + reasoning.encode(), self._scope)
 
     def _is_ours(self, reasoning: str, signature: str) -> bool:
@@ -99,7 +99,7 @@ class MessagesFormat(TranslatingFormat):
         return [(b"request-id", request_id.encode())]
 
     def limit_headers(self, states: Iterable[LimitState], unix_s: float) -> Headers:
-        """Return what remains of a client's limits, in Anthropic's headers."""
+        """Return the rest of a client's limits, in Anthropic's headers."""
         headers: Headers = []
         for unit, limit, remaining, full_in_s in states:
             prefix = f"anthropic-ratelimit-{unit}-".encode()
@@ -125,7 +125,7 @@ class MessagesFormat(TranslatingFormat):
 
 
 def is_messages(body: Mapping[str, Any]) -> bool:
-    """Return whether a body has what a message's request has and a chat's has not."""
+    """Return whether a body has fields of a message's request that a chat's lacks."""
     choice = body.get("tool_choice")
     return (
         not _OWN_FIELDS.isdisjoint(body)

@@ -111,7 +111,7 @@ def edit_messages(
             case Compact():
                 limit = edit.trigger.value if edit.trigger else _COMPACT_AT_TOKENS
                 if _tokens_of(messages) > limit:
-                    why = "This gateway does not compact conversations; shorten this one."
+                    why = "This gateway does not compact conversations. Shorten this one."
                     raise FieldError(FIELD, f"{FIELD}: {why}")
                 continue
         if edited is messages:

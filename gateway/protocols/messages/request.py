@@ -21,7 +21,7 @@ from paceline.request.wires import Wire, read_ignored
 # Claude Code writes a digest of each request there, so that no two prompts would begin alike.
 _BILLING_MARK = "x-anthropic-billing-header"
 _SERVICE_BLOCKS = ("redacted_thinking", "server_tool_use", "mcp_tool_use")
-"""With the results of its tools, what Anthropic's own service writes for itself."""
+"""Blocks that Anthropic's own service writes for itself, and the results of its tools."""
 _CHAT_NAMES = {
     "stop": "stop_sequences",
     "thinking_budget": "thinking.budget_tokens",
@@ -48,12 +48,12 @@ class MessagesChat(Chat):
     """A request for a message as a chat."""
 
     edits: Json = field(default_factory=dict)
-    """What `context_management` cleared, as the response lists it, if the request has the field."""
+    """The edits of `context_management`, as the response lists them, if the request has it."""
     breakpoint_in: str = ""
     """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
     def inside(self, place: str, rest: str, *, in_messages: bool) -> str:
-        """Return the client's name of what stands in a message or a tool; `rest` is the chat's."""
+        """Return the client's name of a part of a message or a tool; `rest` is the chat's."""
         if not in_messages:
             return place + rest.replace(".parameters", ".input_schema", 1)
         return place.removesuffix(".content") + rest if rest[1:] in CONTINUES else place
@@ -72,7 +72,7 @@ def to_chat(
 ) -> MessagesChat:
     """Translate a request into a chat; raise `FieldError`.
 
-    `is_ours` tells whether a signature marks reasoning of this gateway's models.
+    `is_ours` returns whether a signature marks reasoning of this gateway's models.
     """
     ignored = read_ignored(body, Wire.MESSAGES)
     messages = body.get("messages")
@@ -101,7 +101,7 @@ def to_chat(
     if placed and placed[-1][0]["role"] == "assistant":
         last, (at, *_) = placed[-1]
         if "tool_calls" in last and not marks_of(last):
-            raise _wrong(at, "An answer goes on from text, and not from tool calls.")
+            raise _wrong(at, "An answer can continue text, but not tool calls.")
         own |= {"add_generation_prompt": False, "continue_final_message": True}
     chat |= {name: body[name] for name in ("max_tokens", TOOL_GRAMMARS) if name in body}
     if body.get("stop_sequences"):
@@ -158,7 +158,7 @@ def _texts_of(blocks: Any, where: str, inside: Inside) -> list[str]:
 
 
 def _blocks_of(content: Any, where: str, inside: Inside) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each block with its place; add to `inside` what is ignored there."""
+    """Yield each block with its place; add its ignored names to `inside`."""
     if not isinstance(content, list):
         raise _wrong(where, "A string or a list of blocks is required.")
     for index, block in enumerate(content):
@@ -181,7 +181,7 @@ class _History(Replacements):
     ) -> None:
         super().__init__(reading)
         self.inside = Inside()
-        """What is ignored inside of fields."""
+        """The ignored names inside fields."""
         self.available: dict[str, bool] = {}
         """By name, the tools that a search has found, or that a message adds or removes."""
         self.defined: dict[str, tuple[str, Any]] = {}
@@ -298,7 +298,7 @@ class _History(Replacements):
 
 
 def is_own_block(kind: object) -> bool:
-    """Return whether messages alone have blocks of this type, and chats have none."""
+    """Return whether only messages, and not chats, can have blocks of this type."""
     return isinstance(kind, str) and (
         kind in ("tool_use", "thinking", "document", *_SERVICE_BLOCKS)
         or kind.endswith("tool_result")
@@ -306,7 +306,7 @@ def is_own_block(kind: object) -> bool:
 
 
 def _part_of(block: Mapping[str, Any], at: str, inside: Inside) -> Json | None:
-    """Return the part of a chat for a block; None if chats have none."""
+    """Return the part of a chat for a block; None if chats lack it."""
     source = block.get("source")
     source = source if isinstance(source, Mapping) else {}
     match block["type"], source.get("type"):
@@ -353,7 +353,7 @@ def _tools_of(
 ) -> tuple[Json, list[str], tuple[str, ...]]:
     """Return the tools and the choice among them, their places, and the tools left out.
 
-    A deferred tool is none until a search has found it, a message adds it, or the request chooses
+    A deferred tool is absent until a search has found it, a message adds it, or the request chooses
     it.
     """
     tools = body.get("tools") or []
@@ -394,7 +394,7 @@ def _choice_of(choice: Any, names: Set[str]) -> Json:
         case {"type": "tool"}:
             raise _wrong("tool_choice.name", "It must be one of the tools that the client runs.")
         case {"type": "any"} if not names:
-            raise _wrong("tool_choice", "There are no tools to choose among.")
+            raise _wrong("tool_choice", "The request has no tools to choose from.")
         case {"type": "auto" | "any" | "none" as kind}:
             chosen = "required" if kind == "any" else kind
         case _:

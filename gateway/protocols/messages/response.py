@@ -110,7 +110,7 @@ class MessageEncoder(StreamEncoder):
         self._reasoning: list[str] = []
         self._refused = False
         self._call: Json = {}
-        """A call that has no arguments yet, and none if a limit cuts it; empty: there is none."""
+        """A call without arguments yet, which a limit would drop; empty without one."""
         self._stop = stop_of({})
         self._usage = _usage_of({}, chat.breakpoint_in)
         self._prompt: Json = {}

@@ -27,7 +27,7 @@ from paceline.request.fields import FieldError
 
 RESPONSES_PATH = "/v1/responses"
 DONE = b"data: [DONE]\n\n"
-"""The end of a stream in Open Responses; OpenAI's own has none, and its clients take it."""
+"""The end of a stream in Open Responses; OpenAI's lacks it, but its clients accept it."""
 _REASONING = b"reasoning"
 
 
@@ -56,7 +56,7 @@ class ResponsesFormat(TranslatingFormat):
         return self.request
 
     def pdfs(self, body: Mapping[str, Any]) -> tuple[object, tuple[str, ...]]:
-        """Return the name of the model, and each PDF of the input and of what stands before it."""
+        """Return the name of the model, and each PDF of the input and of its history."""
         request = self.request or self.read(body)
         return request.body.get("model"), tuple(pdfs_in([*self.history, *request.items]))
 
@@ -107,7 +107,7 @@ class ResponsesFormat(TranslatingFormat):
         return self._builder
 
     def drop(self) -> None:
-        """Drop the request and the output, since what refers to this may stay for longer."""
+        """Drop the request and the output, since references to this may live longer."""
         self.request, self.history, self._param = None, (), str
         if self._builder is not None:
             self._builder.drop()

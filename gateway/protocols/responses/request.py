@@ -1,7 +1,7 @@
 """A Responses request: read from its body, and translated into a chat.
 
-https://platform.openai.com/docs/api-reference/responses. What a field changes for OpenAI's own
-service alone, such as `service_tier`, is accepted and left out.
+https://platform.openai.com/docs/api-reference/responses. Fields that concern only OpenAI's own
+service, such as `service_tier`, are accepted and omitted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +66,7 @@ _CHAT_NAMES = {
 
 
 class ResponsesRequest(NamedTuple):
-    """What a body asks."""
+    """The content of a body."""
 
     body: Mapping[str, Any]
     items: tuple[Item, ...]
@@ -228,11 +228,11 @@ class _Reply:
     spoken: bool = False
     """Whether it has the text of an item, and not only words in place of others."""
     marks: Json = field(default_factory=dict)
-    """Those by which the answer goes on from it."""
+    """The marks that make the answer continue it."""
 
 
 class _Messages(Replacements):
-    """Collects the messages of a chat from items; words replace what no model can read."""
+    """Collects the messages of a chat from items; words replace unreadable parts."""
 
     def __init__(self, unseal: Callable[[str], str | None], reading: Readable) -> None:
         super().__init__(reading)
@@ -242,10 +242,10 @@ class _Messages(Replacements):
         self.places: list[list[str]] = []
         self._unseal = unseal
         self.inside = Inside()
-        """What is ignored inside of items."""
+        """The ignored names inside items."""
         self._reply = _Reply()
         self._behind: list[tuple[str, Json]] = []
-        """What a message of the user has behind the results of tools, each with its place."""
+        """The user's parts after the results of tools, each with its place."""
 
     def add(self, message: Json, places: list[str]) -> None:
         """Add a message with its place and those of its parts."""
@@ -383,7 +383,7 @@ class _Messages(Replacements):
         if new and kind == "input_file":
             field, problem = file_fault(part), FILE_PROBLEM
             if not field:
-                field, problem = "file_data", "This gateway reads no files but PDFs."
+                field, problem = "file_data", "This gateway reads only PDF files."
             raise FieldError(f"{at}.{field}", problem)
         if new and read is None and kind == "input_image":
             raise must(f"{at}.image_url", "be a 'data:' URL")
@@ -422,7 +422,7 @@ def _is_clients(item: Item) -> bool:
 
 
 def _part_of(part: Mapping[str, Any], kind: str, at: str) -> Json | None:
-    """Return the part of a chat for a part of an item; None if chats have none."""
+    """Return the part of a chat for a part of an item; None if chats lack it."""
     match kind:
         case "input_text" | "output_text" | "text" | "reasoning_text":
             return {"type": "text", "text": _text(part, "text", at)}
@@ -474,7 +474,7 @@ def _previous_of(body: Mapping[str, Any]) -> tuple[str, str]:
         if value is not None and not (isinstance(value, str) and len(value) <= _ID_CHARS):
             raise must(name, f"be a string of at most {_ID_CHARS} characters")
     if previous and conversation:
-        problem = "'previous_response_id' and 'conversation' exclude each other."
+        problem = "Use either 'previous_response_id' or 'conversation', not both."
         raise FieldError("previous_response_id", problem)
     return previous or "", conversation or ""
 
@@ -490,7 +490,7 @@ def check_metadata(metadata: Any) -> dict[str, str]:
         if not fits or len(value) > _METADATA_CHARS:
             raise FieldError(
                 f"metadata.{name[:_METADATA_NAME_CHARS]}",
-                f"'metadata' holds strings of at most {_METADATA_CHARS} characters, under names of "
-                f"at most {_METADATA_NAME_CHARS}.",
+                f"'metadata' may contain strings of at most {_METADATA_CHARS} characters, with "
+                f"names of at most {_METADATA_NAME_CHARS}.",
             )
     return dict(metadata)

@@ -1,4 +1,4 @@
-"""The answer of a chat as a response: its items, and the events by which they come."""
+"""The answer of a chat as a response: its items and its events."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 
 
 class ResponseBuilder(StreamEncoder):
-    """One response, from its request to its end; each step yields the events that tell of it.
+    """One response, from its request to its end; each step yields its events.
 
     The last event is left to the exchange: it must come after the response is kept. `response_id`
     begins with `resp_`; `now_s` returns seconds since 1970; `seal` seals reasoning.
@@ -59,7 +59,7 @@ class ResponseBuilder(StreamEncoder):
         """Events of a chunk whose rest is malformed; the client gets them before the error."""
         self._items: list[Json] = self.response["output"]
         self._open: _OpenItem | None = None
-        """The item to which more may come."""
+        """The open item."""
         self._sealed: dict[str, str] = {}
         """The sealed reasoning by the id of its item."""
         self._finish_reason = ""
@@ -83,7 +83,7 @@ class ResponseBuilder(StreamEncoder):
         yield self._whole("in_progress")
 
     def keep_alive(self, comment: bytes) -> bytes:
-        """Return a comment, and an event that tells the status, which may come many times.
+        """Return a comment, and an event with the status, which may come many times.
 
         A log of events needs neither.
         """
@@ -93,7 +93,7 @@ class ResponseBuilder(StreamEncoder):
         return comment + encode_events(events)
 
     def read(self, frame: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Event]:
-        """Take a chunk of a chat, and what it adds to the message."""
+        """Add a chunk of a chat, and its additions to the message."""
         yield from self.begin()
         if usage := _usage_of(frame):
             self.response["usage"] = usage
@@ -124,7 +124,7 @@ class ResponseBuilder(StreamEncoder):
         return encode_events(self.close())
 
     def close(self) -> Iterator[Event]:
-        """End the items, and set the last status; `final` is the event that tells it."""
+        """End the items, and set the last status; `final` is its event."""
         yield from self.begin()
         reason = _INCOMPLETE.get(self._finish_reason)
         yield from self._close_item("incomplete" if reason else "completed")
@@ -152,7 +152,7 @@ class ResponseBuilder(StreamEncoder):
         yield self.final()
 
     def cancel(self) -> None:
-        """End the response, since its client cancels it; no event tells it."""
+        """End the response without an event, since its client cancels it."""
         self._cut()
         self.response["status"] = "cancelled"
 
@@ -179,7 +179,7 @@ class ResponseBuilder(StreamEncoder):
         return {"type": kind, "sequence_number": next(self._numbers), **fields}
 
     def _cut(self) -> None:
-        """End the open item with what has come of it; no event tells it."""
+        """End the open item as it is, without an event."""
         numbers, self._numbers = self._numbers, count()
         for _ in self._close_item("incomplete"):
             pass
@@ -194,7 +194,7 @@ class ResponseBuilder(StreamEncoder):
         yield from self._open.add(piece, logprobs)
 
     def _read_call(self, call: Mapping[str, Any]) -> Iterator[Event]:
-        """Take a call, or what continues the last one: `EngineAnswer` sees to their order."""
+        """Add a call, or a piece of the last one: `EngineAnswer` ensures their order."""
         function = object_in(call, "function")
         if name := text_in(function, "name"):
             yield from self._close_item("completed")
@@ -248,9 +248,9 @@ class _ItemKind(NamedTuple):
     """The field of the item that gets its text."""
     initial: Json
     texts: str = ""
-    """How the events of its text are named; empty: there are none."""
+    """The name of the events of its text; empty without any."""
     part: str = ""
-    """The type of its one part; empty: it has none."""
+    """The type of its one part; empty without one."""
     key: str = "text"
     """The field of its part that has the text."""
     read: Callable[[str], Any] = str
@@ -303,7 +303,7 @@ message of its own."""
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item to which more may come."""
+    """An item that is still open."""
 
     kind: _ItemKind
     item: Json

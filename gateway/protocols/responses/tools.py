@@ -52,7 +52,7 @@ class ToolSet(NamedTuple):
     """The tools of a request, and the choice among them."""
 
     declared: Sequence[Mapping[str, Any]] = ()
-    """As the client declares them, without those that are left out."""
+    """As the client declares them, without omitted ones."""
     by_name: Mapping[str, Tool] = {}
     """By the names of the functions."""
     left_out: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class ToolSet(NamedTuple):
     """The `tool_choice` of the chat."""
 
     def origin(self, function: str) -> Tool:
-        """Return the tool behind a function; one that is not declared is a function."""
+        """Return the tool behind a function; an undeclared one is a function."""
         return self.by_name.get(function) or Tool(function)
 
 
@@ -73,8 +73,8 @@ def read_tools(
     """Read the tools of a body and the choice among them; raise `FieldError`.
 
     `items` are those of the chat, each with its place: they have the tools that the client found,
-    which a request without the search does not want, such as one for a summary. Add to `inside`
-    what is ignored in them.
+    which a request without the search does not want, such as one for a summary. Add their ignored
+    names to `inside`.
     """
     tools = body.get("tools")
     if not isinstance(tools, list | None):
@@ -157,7 +157,7 @@ def _is_clients(tool: Mapping[str, Any]) -> bool:
 
 
 def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]:
-    """Yield the tools that an item has; those that a chat cannot have are left out."""
+    """Yield the tools of an item that a chat can have."""
     tools = item.get("tools") if item["type"] == f"{_SEARCH}_output" else None
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         with contextlib.suppress(FieldError):
@@ -228,9 +228,9 @@ def _grammar_of(tool: Mapping[str, Any], at: str) -> Mapping[str, Any] | None:
 
 
 def _custom_input_schema(grammar: Mapping[str, Any] | None) -> tuple[Json, str]:
-    """Return the schema of a custom tool's text, and what to tell the model about its form.
+    """Return the schema of a custom tool's text, and a description of its form.
 
-    Engines that know no grammars of tools have nothing else to go by.
+    Engines without grammars of tools only have this description.
     """
     if grammar is None:
         return {"type": "string"}, ""

@@ -85,7 +85,7 @@ def test_after_the_first_key_every_request_requires_one_whatever_becomes_of_it(
         ({"name": "=1+1"}, "name", "the first is a letter or digit"),
         ({"name": "a\nb"}, "name", "1 to 64 characters"),
         ({"name": "Émile"}, "name", r"letters \(A to Z, a to z\), digits, spaces and \. _ @ / -; "),
-        ({"name": "a", "models": ["gpt-*"]}, "models.0", r"name of one model.* without '\*'"),
+        ({"name": "a", "models": ["gpt-*"]}, "models.0", r"must name one model.* without '\*'"),
         ({}, "name", "is required"),
         ({"name": "a", "nmae": None}, "nmae", "unknown field"),
         ({"name": "a", "requests_a_minute": 0}, "requests_a_minute", "at least 1"),
@@ -370,7 +370,7 @@ def test_a_policy_without_the_pools_of_a_key_is_applied_with_a_warning(
     gateway.revoke_key(gateway.create_key(name="revoked", pools=["text-mtp"]))
     ann = gateway.use_new_key(name="Ann", pools=["text-mtp"])
     bob = gateway.create_key(name="Bob", pools=["text-mtp", "vlm"])
-    lacking = "names 'text-mtp', which the policy does not have; it could use"
+    lacking = "names 'text-mtp', which the policy does not contain; it could use"
     expected = [
         f"the key {ann['id']} (Ann) {lacking} no pool",
         f"the key {bob['id']} (Bob) {lacking} only vlm",
@@ -389,7 +389,9 @@ def test_a_policy_without_the_pools_of_a_key_is_applied_with_a_warning(
     file.write_text(to_yaml(single_pool_policy("vlm")))
     for command in (["validate"], ["diff"], ["apply", "--note", "x"]):
         assert main(["policy", *command, str(file), "--url", gateway.url]) == 0
-        assert "(Bob) names 'text-mtp', which the policy does not have" in capsys.readouterr().out
+        assert (
+            "(Bob) names 'text-mtp', which the policy does not contain" in capsys.readouterr().out
+        )
 
 
 def test_each_policy_change_logs_a_warning_about_keys_without_a_pool(
@@ -417,4 +419,4 @@ def test_each_policy_change_logs_a_warning_about_keys_without_a_pool(
     assert len(warnings()) == 3
     for version, warning in enumerate(warnings(), start=2):
         assert warning.startswith(f"policy.warning version={version} message=the key key-")
-        assert "(Ann) names 'a', which the policy does not have" in warning
+        assert "(Ann) names 'a', which the policy does not contain" in warning

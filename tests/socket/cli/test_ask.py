@@ -55,7 +55,7 @@ def test_a_terminal_alone_shows_reasoning_where_an_answer_ran_how_fast_and_its_d
     assert answer == "one two three"
     where = "text-mtp on fake-a, because the request is greedy text; first token after "
     assert facts.startswith(where)
-    assert facts.endswith("; too short to say how fast; 50% of 2 drafted tokens accepted")
+    assert facts.endswith("; too short to measure the speed; 50% of 2 drafted tokens accepted")
     thoughts = [chunk({"reasoning_content": one, "reasoning": one}) for one in ("Hm", "m.\x1b[2J")]
     usage = USAGE | {"completion_tokens": 21}
     timed = {"choices": [], "usage": usage, "metrics": {"mean_itl_ms": 2}}
@@ -126,7 +126,7 @@ def test_an_answer_that_fails_ends_with_a_sentence(
     shared_gateway, module_worker, capsys, script, message
 ) -> None:
     module_worker.script = script
-    failure = "broke off: " if message else "the gateway refused: "
+    failure = "is incomplete: " if message else "the gateway refused: "
     with pytest.raises(SystemExit, match=failure):
         main(["ask", "Hi", "--url", shared_gateway.url])
     assert capsys.readouterr().out == message
@@ -212,7 +212,7 @@ def test_an_admin_sees_all_errors_and_a_client_those_of_its_key(
     gateway = gateway_with_worker
     command = ["errors", "--url", gateway.url]
     assert main(command) == 0
-    assert capsys.readouterr().out == "No request has failed lately.\n"
+    assert capsys.readouterr().out == "No recent request has failed.\n"
 
     ann, bob = (gateway.create_key(name=name)["secret"] for name in ("Ann", "Bob"))
     gateway.use_key(ann)

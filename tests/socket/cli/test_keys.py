@@ -124,7 +124,7 @@ def test_keys_are_edited_rotated_and_revoked_by_their_name(gateway, capsys, monk
     assert re.search(r"until 20\d\d-\d\d-\d\d \d\d:\d\d [A-Z]", listed), "with its zone"
     for wrong, problem in (
         (["Ann"], "nothing to change"),
-        (["Ann", "--team", "a", "--clear", "team"], "team cannot be set and cleared at once"),
+        (["Ann", "--team", "a", "--clear", "team"], "team cannot be both set and cleared"),
         (["Bob", "--team", "a"], "The key 'Bob' does not exist"),
     ):
         with pytest.raises(SystemExit, match=problem):
@@ -137,7 +137,7 @@ def test_keys_are_edited_rotated_and_revoked_by_their_name(gateway, capsys, monk
     assert "used 1 times since" in " ".join(capsys.readouterr().out.split())
     assert main(["keys", "revoke", "Ann", *url]) == 0
     assert shown()["state"] == "revoked"
-    with pytest.raises(SystemExit, match="is revoked for good"):
+    with pytest.raises(SystemExit, match="has been revoked permanently"):
         main(["keys", "edit", "Ann", "--team", "x", *url])
 
 

@@ -77,7 +77,7 @@ def test_a_conflicting_edit_is_reported_and_changes_nothing(
     with pytest.raises(SystemExit) as error:
         run_policy_command("apply", str(file), "--note", "more room")
     message = str(error.value)
-    assert "The policy has changed: version 2, by bob, is active now." in message
+    assert "The policy has changed: version 2 by bob is now active." in message
     assert f"{file} is based on version 1." in message
     assert admin.document() == single_pool_policy("c")
     assert file.read_text() == before
@@ -98,7 +98,7 @@ def test_a_file_without_a_version_is_applied_to_the_active_policy(
     assert admin.document() == single_pool_policy("c")
     newest = admin.get("/history").json()["versions"][0]
     assert "@" in newest["author"], "the user and host of the terminal"
-    with pytest.raises(SystemExit, match="An edit needs a note"):
+    with pytest.raises(SystemExit, match="An edit requires a note"):
         run_policy_command("apply", str(file), "--note", "")
 
 
@@ -168,7 +168,7 @@ def test_diff_prints_only_changed_fields(run_policy_command, admin, file) -> Non
         '~ routes.all.to: ["a"] -> ["b"]',
         '- pools.a: {"lanes": ["vlm"]}',
         '+ pools.b: {"lanes": ["vlm"]}',
-        "There are no requests to replay yet.",
+        "The gateway has no requests to replay yet.",
     ]
     assert admin.document() == single_pool_policy("a")
 

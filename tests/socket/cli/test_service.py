@@ -139,7 +139,7 @@ def test_launchd_gets_an_interactive_job_with_absolute_paths_that_outlives_a_fai
     assert mac.calls() == [f"bootout {domain}/paceline", *loading]
     assert mac.run("status").startswith("The service runs (process 4711).\n")
     # Running requests end before launchd kills anything.
-    assert mac.run("restart") == "The service has started again.\n"
+    assert mac.run("restart") == "The service has restarted.\n"
     ending = f"kill SIGTERM {domain}/paceline"
     assert mac.calls() == [ending, f"kickstart -k {domain}/paceline"]
     assert "runs (process 4712); its last exit code was 0.\n" in mac.run("status")
@@ -180,7 +180,7 @@ def test_a_daemon_belongs_to_the_account_that_uses_sudo(mac, monkeypatch) -> Non
     assert mac.run("status").startswith("The service runs")
     for command in ("stop", "restart", "uninstall"):
         assert refused in mac.run(command)
-    assert f"Uninstall the service of {plist} first." in mac.run("install", "gateway")
+    assert f"First uninstall the service of {plist}." in mac.run("install", "gateway")
     assert (mac.calls(), plist.exists()) == ([], True)
 
 
@@ -235,7 +235,10 @@ def test_a_service_gets_its_settings_of_a_file_and_names_the_variables_that_it_m
     monkeypatch.setenv("PACELINE_PORT", "none")
     told = linux.run("install", "gateway")
     assert f"the settings of {linux.home}/.paceline/paceline.yaml.\n" in told
-    assert "It does not get PACELINE_API_KEY, PACELINE_PORT of this shell: use that file." in told
+    assert (
+        "It does not get PACELINE_API_KEY, PACELINE_PORT from this shell; set them in that file."
+        in told
+    )
     assert "secret" not in linux.unit.read_text()
 
 
@@ -312,11 +315,11 @@ def test_an_upgrade_names_what_it_needs(linux, installed, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("install", "--config", "none.yaml"), "There is no settings file "),
+        (("install", "--config", "none.yaml"), "The settings file "),
         (("install", "gateway", "--config", "bad.yaml"), "'port' in the configuration file"),
         (("install", "engine"), "[COMMAND]: 'engine' is not one of 'up', 'gateway', 'worker'"),
         (("install", "gateway", "--config", "a\nb.yaml"), "cannot contain control characters"),
-        (("install", "--system"), "--system is for macOS"),
+        (("install", "--system"), "--system is only for macOS"),
         (("status",), "No service is installed; `paceline service install` installs it."),
         (("logs",), "No service is installed"),
         (("logs", "--lines", "0"), "--lines: 0 is not in the range"),
@@ -339,9 +342,9 @@ def test_errors_of_the_system_reach_the_terminal_in_one_line(linux, monkeypatch)
     assert problem in linux.run("restart")
     (linux.home / "bin/systemctl").unlink()
     monkeypatch.setenv("PATH", str(linux.home / "bin"))
-    assert "This machine has no command `systemctl" in linux.run("restart")
+    assert "The command `systemctl" in linux.run("restart")
     linux.unit.unlink()
-    assert "This machine has no command `systemctl" in linux.run("install", "gateway")
+    assert "The command `systemctl" in linux.run("install", "gateway")
     assert not linux.unit.exists()
     linux.add("systemctl", SYSTEMCTL)
     linux.unit.parent.rmdir()

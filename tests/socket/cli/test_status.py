@@ -22,11 +22,11 @@ def test_the_table_reports_a_degraded_store(private_redis, tmp_path, capsys) -> 
     settings = make_settings(tmp_path, redis_url=SecretStr(private_redis.url))
     with RunningGateway(settings) as gateway:
         assert main(["status", "--url", gateway.url]) == 1, "no worker"
-        assert "does not share all state" not in capsys.readouterr().out
+        assert "is not sharing all state" not in capsys.readouterr().out
         private_redis.kill()
         wait_until(lambda: gateway.status()["store"]["state"] == "degraded")
         assert main(["status", "--url", gateway.url]) == 1
-    assert "This gateway does not share all state with others: Redis cannot be reached." in (
+    assert "This gateway is not sharing all state with others: Redis cannot be reached." in (
         capsys.readouterr().out
     )
 

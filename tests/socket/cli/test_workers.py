@@ -28,12 +28,12 @@ def test_a_worker_is_listed_cordoned_drained_and_uncordoned(
     assert "cordoned" not in listed()
     worker.script = Script(hang_after=3)
     with begun(gateway_with_worker.stream()) as read:
-        with pytest.raises(SystemExit, match="and 1 are still running"):
+        with pytest.raises(SystemExit, match="but 1 are still running"):
             main(["workers", "drain", "fake-a", "--timeout", "0", *url])
         worker.resume.set()
         read()
     assert main(["workers", "drain", "fake-a", *url]) == 0
-    assert "runs no request" in capsys.readouterr().out
+    assert "has no running requests" in capsys.readouterr().out
     assert main(["workers", "list", "--json", *url]) == 0
     (shown,) = json.loads(capsys.readouterr().out)["workers"]
     assert (shown["state"], shown["cordoned_by"]) == ("cordoned", "admin")

@@ -200,7 +200,7 @@ def test_c15_a_policy_that_an_older_paceline_accepted_stops_no_start(
         assert told in " ".join(capsys.readouterr().out.split())
         if stored == "by the file":
             wait_until(lambda: "without '*'" in file_problem(gateway))
-            assert "The policy file is not in force" in gateway.client.get("/readyz").text
+            assert "The policy file is not active" in gateway.client.get("/readyz").text
             file.write_text(to_yaml(single_pool_policy("c")))
             wait_until(is_active(gateway, 3, ["c"], "file"))
         else:
@@ -220,7 +220,7 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
             valid[: len(valid) // 2]: "routes",
             valid + "colour: red\n": "colour: unknown field",
             valid.replace("- a", "- b"): "there is no pool 'b'",
-            "!!python/object:os.system {}": "a policy has no tags",
+            "!!python/object:os.system {}": "a policy cannot have tags",
         }
         for text, message in invalid.items():
             caplog.clear()

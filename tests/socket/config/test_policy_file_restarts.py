@@ -222,6 +222,6 @@ def test_f81_a_restart_with_an_older_file_is_told_and_changes_nothing(tmp_path: 
                 wait_until(lambda one=one: one.status()["policy"]["version"] == 3)  # type: ignore[misc]
                 assert list(one.status()["pools"]) == ["c"]
             problem = restarted.status()["policy"]["file_problem"]
-            assert problem.startswith("version 3 of the policy, by admin, has other content")
+            assert problem.startswith("version 3 of the policy, by admin, differs")
             assert "roll back to version 1" in problem
             assert "paceline_policy_file_refused 0.0" in restarted.client.get("/metrics").text

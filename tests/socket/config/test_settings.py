@@ -10,7 +10,7 @@ from gateway.errors import StartupError
 from paceline.settings import unknown_variables
 from workers.settings import WorkerSettings
 
-NO_HOST = "is no host name like paceline.example.com, without '*', scheme, port and path"
+NO_HOST = "must be a host name such as paceline.example.com, without '*', scheme, port or path"
 HOSTS = (
     "*",
     "*.example.com",
@@ -20,7 +20,7 @@ HOSTS = (
     "",
     "bücher.de",
 )
-NO_ORIGIN = "never matches: browsers leave the default port out"
+NO_ORIGIN = "never matches, because browsers omit the default port"
 ORIGINS = ("https://app.example.com:443", "http://localhost:80")
 
 
@@ -69,7 +69,7 @@ def test_a_variable_that_nothing_replaces_is_no_secret(tmp_path, monkeypatch) ->
     file.write_text("api_key: a$b${-$9\n")
     assert load_settings(file).api_key is not None
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "${SECRET}")
-    with pytest.raises(StartupError, match="PACELINE_ADMIN_KEY names another variable"):
+    with pytest.raises(StartupError, match="PACELINE_ADMIN_KEY names a variable"):
         load_settings(file)
 
 
@@ -82,11 +82,11 @@ def test_a_variable_that_is_no_setting_is_told_with_the_one_that_was_probably_me
     ):
         monkeypatch.setenv(name, "1")
     assert unknown_variables(Settings) == [
-        "PACELINE_PROT is no setting, did you mean PACELINE_PORT?",
-        "PACELINE_ZZZ is no setting, and it has no effect.",
+        "PACELINE_PROT is not a setting, did you mean PACELINE_PORT?",
+        "PACELINE_ZZZ is not a setting, and it has no effect.",
     ]
     assert unknown_variables(WorkerSettings) == [
-        "PACELINE_WORKER_MODLE is no setting, did you mean PACELINE_WORKER_MODEL?"
+        "PACELINE_WORKER_MODLE is not a setting, did you mean PACELINE_WORKER_MODEL?"
     ]
 
 

@@ -147,8 +147,8 @@ def test_c5_a_url_counts_only_if_the_worker_answers_there_and_its_owner_learns_w
 ) -> None:
     for url, reason in (
         (second_worker.url, "Another worker"),
-        (gateway.url, "does not answer as a worker"),
-        ("http://127.0.0.1:1", "nothing listens there"),
+        (gateway.url, "is not a worker"),
+        ("http://127.0.0.1:1", "Nothing listens there"),
         ("http://worker.invalid:9200", "cannot resolve"),
     ):
         response = gateway.send_heartbeat(worker, url=url)

@@ -94,5 +94,5 @@ async def test_the_command_empties_all_caches_beside_a_worker_that_starts(
         assert engine.dropped == [None]
         assert await asyncio.to_thread(main, [*clear, "scripted-1"]) == 0
     printed = capsys.readouterr()
-    assert printed.out == 2 * "Emptied the prefix cache of scripted-1.\n"
-    assert re.fullmatch("fake-a: .* try again once it is ready.\n", printed.err)
+    assert printed.out == 2 * "Cleared the prefix cache of scripted-1.\n"
+    assert re.fullmatch("fake-a: .* Try again once it is ready.\n", printed.err)

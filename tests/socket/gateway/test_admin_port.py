@@ -51,7 +51,7 @@ def test_commands_use_the_gateways_settings_to_find_its_ports(
     with pytest.raises(SystemExit, match="This path does not exist"):
         main(["policy", "show", "--url", split_gateway.url])
     monkeypatch.setenv("PACELINE_ADMIN_PORT", "0")
-    with pytest.raises(SystemExit, match="name it with --url"):
+    with pytest.raises(SystemExit, match="name its address with --url"):
         main(["keys", "list"])
     monkeypatch.setenv("PACELINE_ADMIN_PORT", "many")
     assert main(["keys", "list"]) == 2

@@ -73,13 +73,13 @@ def test_f85_state_that_cannot_be_written_is_told_everywhere_and_a_revocation_ho
         assert status_and_code(unkept) == (503, "revocation_unstored")
         assert gateway.chat(headers=bearer_headers(key)).status_code == 401
         assert gateway.status()["store"]["file_problem"] == (
-            f"{problem} What was revoked since is refused here until a restart."
+            f"{problem} Keys revoked since then are refused only until a restart."
         )
         os.environ["PACELINE_API_KEY"] = gateway.client.headers["authorization"][7:]
         assert main(["status", "--url", gateway.url]) == 0
         told = " ".join(capsys.readouterr().out.split())
         assert "Edits are refused:" in told
-        assert "What was revoked since is refused here until a restart." in told
+        assert "Keys revoked since then are refused only until a restart." in told
         lock.rmdir()
         kept.rename(lock)
         wait_until(lambda: gateway.status()["store"]["state"] == "ok")
@@ -137,7 +137,7 @@ async def test_l8_a_gateway_does_not_start_where_others_may_write_its_secrets(
     path.chmod(mode)
     with pytest.raises(StartupError) as error:
         await serve(make_settings(folder), shutdown=Shutdown())
-    expected = f"from {path}: other users may write there. "
+    expected = f"from {path}: other users may write to it. "
     assert expected in str(error.value)
     assert f"`chmod go-w {path}`" in str(error.value)
     path.chmod(mode & ~0o22)

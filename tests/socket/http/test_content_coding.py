@@ -87,7 +87,7 @@ def test_each_route_that_reads_a_body_decodes_it(module_gateway, method, path, b
 def test_another_coding_is_a_415_that_names_it(module_gateway, coding) -> None:
     status, code, message = refusal(post(module_gateway, gzip.compress(PLAIN), coding))
     assert (status, code) == (415, "unsupported_content_encoding")
-    assert f"not '{coding[:100]}'" in message
+    assert f"It is '{coding[:100]}'" in message
     assert all(name in message for name in ("gzip", "deflate", "zstd"))
 
 
@@ -99,7 +99,7 @@ def test_f39_a_stream_that_is_damaged_cut_or_goes_on_is_a_400_that_says_so(
     cases = {
         "is not valid": (b"hello, world", b"\0" + whole, PLAIN),
         "ends before its": (whole[:-1], whole[: len(whole) // 2], whole[:1]),
-        "goes on after its": (whole + b"\n", whole + whole, whole + bytes(100_000)),
+        "continues after its": (whole + b"\n", whole + whole, whole + bytes(100_000)),
     }
     for words, bodies in cases.items():
         for body in bodies:

@@ -112,7 +112,7 @@ def test_a_pdf_that_nobody_can_read_ends_no_session_of_claude_code(served: Serve
     replaced = "messages.2.content.0.content.0:document"
     assert answer.headers["x-paceline-replaced"] == replaced
     told = served.worker.requests[-1].body["messages"][2]["content"]
-    assert told == "[Here was a PDF document, which cannot be read: it is encrypted.]"
+    assert told == "[A PDF document, which cannot be read: it is encrypted.]"
 
 
 def test_a_kept_response_goes_on_from_its_pdf(served: Served) -> None:

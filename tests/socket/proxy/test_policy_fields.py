@@ -185,8 +185,8 @@ def test_media_outside_the_policys_limits_are_rejected(served: Served, admin: Po
     small = (2, 2)
     for number, (media, images, expected) in enumerate(
         (
-            ({"kinds": []}, [small], "'image' content is not allowed, only: text."),
-            ({"kinds": ["audio"]}, [small], "only: text, audio."),
+            ({"kinds": []}, [small], "'image' content is not allowed. Allowed: text."),
+            ({"kinds": ["audio"]}, [small], "Allowed: text, audio."),
             ({"pictures": 1}, [small, small], "at most 1 pictures"),
             ({"pixels": 99}, [(10, 10)], "at most 99 pixels"),
         )

@@ -227,7 +227,7 @@ def no_garbage_left() -> Iterator[None]:
         ("responses", {"input": "Hi", "previous_response_id": f"resp_{0:048}"}),
         ("responses", {"input": "Hi", "background": True}),
     ],
-    ids=["chat", "messages", "responses", "an unknown one before", "in the background"],
+    ids=["chat", "messages", "responses", "an unknown one before", "background response"],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_c16_the_memory_of_an_answered_request_waits_for_no_garbage_collector(

@@ -498,9 +498,9 @@ def test_the_log_tells_who_joins_who_is_gone_and_why_and_who_is_back(fleet: Flee
     fleet.remove("mac")
     assert caplog.messages == [
         f"fleet.joined {place}",
-        "fleet.lost worker=mac kind=silent: nothing has come from it for 10 s",
+        "fleet.lost worker=mac kind=silent: it has sent nothing for 10 s",
         f"fleet.returned {place} away_s=10",
-        "fleet.lost worker=mac kind=restarting: its process ended, and it is started again",
+        "fleet.lost worker=mac kind=restarting: its process ended and is being restarted",
         f"fleet.returned {place} away_s=2",
         "worker.unreachable worker=mac: no answer",
         "worker.reached worker=mac",

@@ -39,7 +39,7 @@ JSON_TEXTS: st.SearchStrategy[str] = st.recursive(
         (b'"{",', 100_000 - 2, "100,000 objects and lists"),
         (b"1,", 1_000_000, "1,000,000 values"),
         (rb'"\n\n\n\n\n",', 300_000, "1,500,000 escaped characters"),
-        ('"' + "\u20ac" * 1000 + '",', 4194, "12,582,912 bytes of characters beyond ASCII"),
+        ('"' + "\u20ac" * 1000 + '",', 4194, "12,582,912 bytes of non-ASCII characters"),
     ],
     ids=["lists", "braces in texts", "numbers", "escapes", "wide characters"],
 )

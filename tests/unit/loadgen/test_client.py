@@ -69,7 +69,7 @@ def test_reasoning_and_tool_calls_count_as_output_and_without_usage_each_piece_a
 )
 def test_a_stream_of_another_shape_is_reported_as_a_problem(frame: dict[str, Any]) -> None:
     answer = read_answer(response_of(event(**frame), *COMPLETE[1:4]))
-    assert answer.problem == "an event is not in OpenAI's shape"
+    assert answer.problem == "an event is not in OpenAI's format"
 
 
 ERROR_BODY = json.dumps({"error": {"message": "No such model."}}).encode()

@@ -37,7 +37,7 @@ def test_lines_are_prompts_or_conversations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("", "contains no prompt"),
+        ("", "does not contain any prompts"),
         ("Hi", ":1: not a JSON object"),
         ('["Hi"]', ":1: not a JSON object"),
         ('{"prompt": "Hi"}\n{}', ":2: must contain a 'prompt'"),

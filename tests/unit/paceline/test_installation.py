@@ -31,8 +31,7 @@ def test_without_a_package_of_a_worker_one_sentence_names_the_command_that_insta
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == (
             "",
-            f"{name}: The packages of a worker are not installed; "
-            "`scripts/setup worker` does it.\n",
+            f"{name}: The packages of a worker are not installed. Run `scripts/setup worker`.\n",
         )
     assert worker(["--help"]) == 0
 

@@ -166,7 +166,7 @@ def test_pictures_are_bounded_in_number_and_in_total_pixels() -> None:
     with pytest.raises(FieldError, match="at most 32 pictures") as too_many:
         read_content_parts(*[part] * PICTURES_LIMIT, part)
     assert too_many.value.param == "messages[0].content[32].image_url"
-    with pytest.raises(FieldError, match="pixels in all") as too_large:
+    with pytest.raises(FieldError, match="pixels in total") as too_large:
         read_content_parts(large, large)
     assert too_large.value.param == "messages[0].content[1].image_url"
 

@@ -94,7 +94,7 @@ def test_f82_no_line_of_the_log_has_the_words_of_any_error_there_is() -> None:
         (
             logging.WARNING,
             ("redis.degraded part=%s problem=%s", "keys", "Redis cannot be reached."),
-            "Redis cannot be reached. This gateway goes on alone until that ends.",
+            "Redis cannot be reached. This gateway continues by itself until this is fixed.",
         ),
         (
             logging.WARNING,
@@ -104,7 +104,7 @@ def test_f82_no_line_of_the_log_has_the_words_of_any_error_there_is() -> None:
         (
             logging.WARNING,
             ("%s: %s", "heartbeat.failed, retrying", "http://a:1 (10.0.0.1): status 503"),
-            "The gateway does not hear this worker, which tries again: "
+            "The gateway gets no heartbeats from this worker, which retries: "
             "http://a:1 (10.0.0.1): status 503",
         ),
         (logging.INFO, ("mtp_head.tested %s", "MTP head healthy."), "MTP head healthy."),

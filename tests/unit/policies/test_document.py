@@ -205,7 +205,7 @@ def test_a_dumped_policy_is_read_as_the_same_policy() -> None:
     ("text", "sentence"),
     [
         ("a: [", "is not closed"),
-        ("!!python/object:os.system {}", "a policy has no tags"),
+        ("!!python/object:os.system {}", "a policy cannot have tags"),
         ("", "it must be a mapping"),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
     with pytest.raises(FieldError, match=r"messages\.0\.content\.0\.source: .*encrypted"):
         read(user([PDF]), problem="it is encrypted")
     scanned = read(*turn, kinds=frozenset(), page_count=3)
-    assert "sees no pictures" in scanned.body["messages"][2]["content"]
+    assert "does not read pictures" in scanned.body["messages"][2]["content"]
 
 
 def test_words_stand_for_pictures_of_a_history_that_no_worker_sees() -> None:

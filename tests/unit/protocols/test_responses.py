@@ -230,7 +230,7 @@ def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
     assert inspected.body["messages"] == [user(f"{WORDS}\n\nHi")]
     assert inspected.profile.replaced[0] == "conversation.content[0]:input_file"
     check_items([{"type": "shell_call"}], "items")
-    with pytest.raises(FieldError, match="no links and ids"):
+    with pytest.raises(FieldError, match="not follow links or ids"):
         check_items(exchange.history, "items")
 
 

@@ -176,7 +176,7 @@ def test_l8_a_folder_that_others_may_write_leaves_memory_only(
     assert cache_of() == (None, b"")
     (message,) = caplog.messages
     assert message.startswith("prefix_cache.memory_only")
-    assert message.endswith("reason=other users may write there")
+    assert message.endswith("reason=other users may write to it")
 
 
 def test_a_state_folder_that_cannot_be_used_leaves_memory_only(state_dir, caplog) -> None:
