@@ -67,7 +67,7 @@ def test_a_mac_pairs_once_by_a_code_and_its_worker_needs_no_token(
     assert [read_settings(["--join", url, "--id", one]).id for one in ("studio", "mini")]
     assert read_settings(["--join", url]).token == settings.token
     file.chmod(0o666)
-    with pytest.raises(SystemExit, match="other users may write there"):
+    with pytest.raises(SystemExit, match="other users may write to it"):
         main(["join", url])
     with pytest.raises(InvalidSettings, match="cannot be used"):
         read_settings(["--join", url])
