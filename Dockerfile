@@ -21,6 +21,8 @@ FROM installer AS built-gateway
 COPY locks/gateway.txt /src/locks/
 RUN uv pip install --require-hashes --requirement /src/locks/gateway.txt --no-deps
 COPY pyproject.toml hatch_build.py README.md LICENSE /src/
+COPY mkdocs.yml /src/
+COPY docs /src/docs
 COPY gateway /src/gateway
 COPY paceline /src/paceline
 COPY policies /src/policies

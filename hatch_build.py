@@ -16,11 +16,14 @@ _PAGES = {"Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.
 
 
 class CommitHook(BuildHookInterface):
-    """Puts the commit into the metadata of a wheel; that of a clone changes after an install."""
+    """Puts the guide and the commit into a wheel; those of a clone change after an install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Add a file with the commit, if there is one."""
+        """Add the pages of the guide, and a file with the commit, if there is one."""
         root = Path(self.root)
+        if version != "editable":
+            for file in (root / "mkdocs.yml", *root.glob("docs/**/*.md")):
+                build_data["force_include"][str(file)] = f"gateway/guide/{file.relative_to(root)}"
         installation = runpy.run_path(str(root / "paceline" / "installation.py"))
         commit = installation["commit_of"](root)
         if version != "editable" and commit:

@@ -22,6 +22,7 @@ from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.sync import ClusterSync, PeerWorkers
 from gateway.config.policy_file import LastReads, PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore
+from gateway.config.policy_versions import Reason
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_unique_ids, read_worker_key
@@ -39,6 +40,8 @@ from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.inspection_thread import InspectionThread
 from gateway.memory_budget import MEMORY_LIMIT_BYTES, MemoryBudget
+from gateway.pairing.codes import PairingCodes
+from gateway.pairing.paired_workers import PairedWorkers
 from gateway.periodic import Job, WeekClock, Work, periodic_tasks
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -132,6 +135,8 @@ class Gateway:
         self.recent_requests, self.documents = RecentRequests(), DocumentReader(memory)
         self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
         self._build_fleet(PacelineWorker(join_token))
+        self.paired_workers = PairedWorkers(records, secret, self.fleet, self.paceline, wall)
+        self.pairing_codes = PairingCodes(redis, self.sealer, self.paired_workers, clock)
         self._build_accounts()
         if redis is None:
             self.counters: CounterStore = MemoryCounters(self.accounting.take_pending)
@@ -230,6 +235,7 @@ class Gateway:
         await self.usage_store.open()
         await self.key_store.refresh()
         await self.cordons.refresh()
+        await self.paired_workers.refresh()
         await self.engine_records.refresh()
 
     @contextlib.asynccontextmanager
@@ -281,6 +287,7 @@ class Gateway:
         periods: tuple[tuple[Work, float], ...] = (
             (self.key_store.refresh, timing.refresh_s),
             (self.cordons.refresh, timing.refresh_s),
+            (self.paired_workers.refresh, timing.refresh_s),
             (self.engine_records.refresh, timing.refresh_s),
             (self.policy_store.refresh, timing.refresh_s),
             (self.prefix_deletion.delete_ended, _DELETION_S),
@@ -303,9 +310,9 @@ class Gateway:
             return missing_pools(self.api_keys.records.values(), policy, self.wall())
 
         settings = self.settings
-        source = await asyncio.to_thread(read_source, settings.policy)
         reads = LastReads(settings.state_dir.expanduser(), settings.policy)
         await reads.open()
+        source = await asyncio.to_thread(read_source, settings.policy, reads.last)
         try:
             store = PolicyStore(self._records, settings.workers, source, self.wall, warnings)
             self.policy_store = await store.open(reads.last)
@@ -320,7 +327,7 @@ class Gateway:
                 "PACELINE_STATE_DIR to another folder."
             ) from None
         self.policy_file = PolicyFileWatcher(self.policy_store, settings.policy, reads)
-        if settings.policy is not None:
+        if source[1].reason is Reason.FILE:
             with contextlib.suppress(RecordsUnwritable):  # the watcher tries again
                 await self.policy_file.apply(source[0])
 

@@ -87,6 +87,8 @@ class Usage(NamedTuple):
     """Other tokens of the prompt that its worker has stored for later prompts."""
     system_tokens: int = 0
     """Those of tools and system prompt."""
+    reasoning_tokens: int = 0
+    """Of the completion."""
     token_s: float | None = None
     """The mean time of each token after the first at the worker; None if it tells none."""
 

@@ -23,6 +23,11 @@ _GIT = "git --git-dir=.git --work-tree=. describe --always --dirty --exclude=* -
 _GIT_TIMEOUT_S = 10.0
 
 
+def clone() -> Path | None:
+    """Return the clone that this package runs from; None where a wheel was installed."""
+    return _ROOT if (_ROOT / "scripts" / "setup").exists() else None
+
+
 def describe_version() -> str:
     """Return the version, and in brackets the commit of the wheel or of this clone."""
     paceline = distribution("paceline")
@@ -56,7 +61,7 @@ def missing_worker() -> str:
 
 def install_command(extra: str) -> str:
     """Return the command that adds an extra to this installation, and keeps those that it has."""
-    if (_ROOT / "scripts" / "setup").exists():
+    if clone() is not None:
         return _IN_CLONE[extra]
     extras = ",".join(name for name in sorted(_MODULES) if name == extra or _is_installed(name))
     version = distribution("paceline").version

@@ -34,7 +34,7 @@ from bench.harness.options import parser
 from bench.harness.tables import Grid, console, provenance, report, show
 from gateway.errors import GatewayError
 from gateway.event_loop import run
-from gateway.protocols.openai import CHAT
+from gateway.protocols.openai import CHAT, InspectionContext
 from gateway.routing.view import FleetView
 from gateway.strict_json import parse
 from paceline.request.profile import Endpoint
@@ -192,15 +192,14 @@ class Models:
             named = {"default": tokenizer.chat_template, "tool_use": template}
             templated.chat_template = named if "tool_use" in name else template
             self.engines[name] = _Engine(_CARD, PromptRenderer(templated))
-        self._policy = default_policy()
-        self._fleet = FleetView.of((), frozenset())
+        self._context = InspectionContext(default_policy(), FleetView.of((), frozenset()))
 
     async def send(self, body: Body) -> dict[str, Outcome]:
         """Return the answer of every template; one, named "", where the gateway has rejected it."""
         raw = json.dumps({"model": _MODEL, **body}).encode()
         refused = None
         try:
-            inspected = CHAT.inspect(parse(raw), self._policy, self._fleet)
+            inspected = CHAT.inspect(parse(raw), self._context)
             raw = to_json(inspected.body, inf_nan_mode="null")
         except GatewayError as error:
             # The port of a worker gets such bodies from its own clients.

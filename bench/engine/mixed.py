@@ -1,14 +1,17 @@
 """The speed of rows of both lanes at once, beside as many rows of one kind.
 
-`python -m bench.engine.mixed` writes `bench/results/mixed.md`. Greedy rows decode in the
-speculative lane and sampled ones in the other, in one process without HTTP.
+`python -m bench.engine.mixed` writes `bench/results/mixed.md`. Sampled rows decode in the `vlm`
+lane and all others in the speculative one, in one process without HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
 from importlib.metadata import version
 from statistics import harmonic_mean, median
 from typing import Final
@@ -17,15 +20,30 @@ from rich.progress import track
 
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid, provenance, report
+from paceline.request.constraint import Constraint, ConstraintKind
 from paceline.request.profile import Sampling
 from tests.support.engine_lane import GREEDY, lanes_of, row_for
 from workers.demo import CHECKPOINT
+from workers.engine.decode.row import Row
 from workers.engine.model.checkpoint import Checkpoint, load_checkpoint
+from workers.engine.text.grammar import GrammarCompiler
 from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import LaneName
 
+
+class Kind(Enum):
+    """What a row asks for."""
+
+    GREEDY = auto()
+    SAMPLED = auto()
+    EXPRESSION = auto()
+    EXACT = auto()
+
+
 _HALVES: Final = (1, 2, 4)
 """Rows of each kind."""
+_ALL_ROWS: Final = (1, 4, 8, 16)
+_PROMPT_TOKENS: Final = 8000
 _DRAFT_TOKENS: Final = 2
 _TOKENS: Final = 1200
 _TURNS: Final = 7
@@ -33,37 +51,92 @@ _ENDLESS: Final = 1 << 20
 _SAMPLED: Final = Sampling(temperature=0.8, top_p=0.9)
 
 
-def tokens_per_s(checkpoint: Checkpoint, greedy: int, sampled: int) -> tuple[float, float]:
-    """Return the tokens per second of such rows, and the share of steps ahead."""
-    prompts = PromptRenderer(checkpoint.processor)
-    lanes = lanes_of(checkpoint, prompts, *LaneName, draft_tokens=_DRAFT_TOKENS)
-    rows = []
-    for number in range(greedy + sampled):
-        lane, sampling = (lanes[0], GREEDY) if number < greedy else (lanes[1], _SAMPLED)
-        prompt = PreparedPrompt(tokens=tuple(20 + (at * 7 + number) % 900 for at in range(24)))
-        row = row_for(
-            lane, prompts, prompt, _DRAFT_TOKENS, _ENDLESS,
-            sampling=sampling, ends=frozenset(), draft_tokens_fixed=False,
-        )  # fmt: skip
-        rows.append(row)
-        lane.add(row)
+class Traffic:
+    """Rows of an engine, decoded until they have so many further tokens."""
 
-    def decode() -> float:
+    def __init__(self, checkpoint: Checkpoint, kinds: Iterable[Kind], max_rows: int = 8) -> None:
+        self._prompts = prompts = PromptRenderer(checkpoint.processor)
+        self._lanes = lanes_of(
+            checkpoint, prompts, *LaneName, draft_tokens=_DRAFT_TOKENS, max_rows=max_rows,
+            chunk_tokens=1024, budget_s=0.1,
+        )  # fmt: skip
+        self._grammars = GrammarCompiler(
+            checkpoint.processor, checkpoint.vocabulary, checkpoint.eos
+        )
+        self._rows = [self._add(number, kind) for number, kind in enumerate(kinds)]
+
+    def _add(self, number: int, kind: Kind) -> Row:
+        lane = self._lanes[kind is Kind.SAMPLED]
+        exact = kind is Kind.EXACT
+        row = row_for(
+            lane, self._prompts, _prompt(24, number), 0 if exact else _DRAFT_TOKENS, _ENDLESS,
+            sampling=_SAMPLED if kind is Kind.SAMPLED else GREEDY, ends=frozenset(),
+            draft_tokens_fixed=False, options={"exact": exact},
+        )  # fmt: skip
+        if kind is Kind.EXPRESSION:
+            constraint = Constraint(ConstraintKind.REGEX, "([a-z]{1,9} )+", "guided_regex")
+            row.matcher = asyncio.run(self._grammars.matcher(constraint))
+        lane.add(row)
+        return row
+
+    def _step(self) -> None:
+        for lane in self._lanes:
+            if lane.busy:
+                lane.step()
+
+    def decode(self, tokens: int = _TOKENS) -> float:
         """Decode so many further tokens; return the seconds."""
-        begun_s, wanted = time.perf_counter(), sum(len(row.answer) for row in rows) + _TOKENS
-        while sum(len(row.answer) for row in rows) < wanted:
-            for lane in lanes:
-                if lane.busy:
-                    lane.step()
+        begun_s, wanted = time.perf_counter(), self._tokens() + tokens
+        while self._tokens() < wanted:
+            self._step()
         return time.perf_counter() - begun_s
 
-    decode()  # the lanes measure which drafts pay
-    before = [lane.counters.report() for lane in lanes]
-    seconds = decode()
-    after = [lane.counters.report() for lane in lanes]
-    steps = sum(one.steps for one in after) - sum(one.steps for one in before)
-    ahead = sum(one.steps_ahead for one in after) - sum(one.steps_ahead for one in before)
-    return _TOKENS / seconds, ahead / steps
+    def read(self, tokens: int) -> tuple[float, float]:
+        """Read a prompt of so many tokens; return the seconds, and the tokens/s of the rows."""
+        row = row_for(self._lanes[1], self._prompts, _prompt(tokens, 5), 0, 1)
+        begun_s, before = time.perf_counter(), self._tokens()
+        self._lanes[1].add(row)
+        while not row.answer:
+            self._step()
+        seconds = time.perf_counter() - begun_s
+        return seconds, (self._tokens() - before) / seconds
+
+    def steps(self) -> tuple[int, int]:
+        """Return the steps so far, and those that were ahead."""
+        reports = [lane.counters.report() for lane in self._lanes]
+        return sum(one.steps for one in reports), sum(one.steps_ahead for one in reports)
+
+    def _tokens(self) -> int:
+        return sum(len(row.answer) for row in self._rows)
+
+
+def _prompt(tokens: int, number: int) -> PreparedPrompt:
+    return PreparedPrompt(tokens=tuple(20 + (at * 7 + number) % 900 for at in range(tokens)))
+
+
+def tokens_per_s(checkpoint: Checkpoint, greedy: int, sampled: int) -> tuple[float, float]:
+    """Return the tokens per second of such rows, and the share of steps ahead."""
+    traffic = Traffic(checkpoint, [Kind.GREEDY] * greedy + [Kind.SAMPLED] * sampled)
+    traffic.decode()  # the lanes measure which drafts pay
+    steps, ahead = traffic.steps()
+    seconds = traffic.decode()
+    all_steps, all_ahead = traffic.steps()
+    return _TOKENS / seconds, (all_ahead - ahead) / (all_steps - steps)
+
+
+def all_kinds(checkpoint: Checkpoint, count: int) -> tuple[float, float, float, float]:
+    """Return the tokens per second of rows of all kinds, alone and while a prompt is read.
+
+    Then the seconds of that prompt, and the share of steps ahead meanwhile.
+    """
+    traffic = Traffic(checkpoint, itertools.islice(itertools.cycle(Kind), count), max_rows=count)
+    traffic.decode()
+    seconds = traffic.decode()
+    traffic.read(1024)
+    steps, ahead = traffic.steps()
+    prompt_s, meanwhile = traffic.read(_PROMPT_TOKENS)
+    all_steps, all_ahead = traffic.steps()
+    return _TOKENS / seconds, meanwhile, prompt_s, (all_ahead - ahead) / (all_steps - steps)
 
 
 def lines(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
@@ -78,6 +151,14 @@ def lines(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
         yield f"{half} and {half}", *cells
 
 
+def lines_of_all_kinds(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    """Measure rows of all kinds beside the prompt of an agent."""
+    for count in track(_ALL_ROWS, description="Measuring"):
+        turns = [all_kinds(checkpoint, count) for _ in range(_TURNS)]
+        alone, meanwhile, prompt_s, ahead = (median(column) for column in zip(*turns, strict=True))
+        yield f"{count}", f"{alone:.0f}", f"{meanwhile:.0f}", f"{prompt_s:.2f}", f"{ahead:.2f}"
+
+
 def main() -> None:
     logging.disable()
     columns = ("greedy and sampled", "all greedy", "all sampled", "mixed", "ratio", "steps ahead")
@@ -86,9 +167,22 @@ def main() -> None:
         " Ratio: of the mix to the harmonic mean of as many rows of each kind. A step is ahead if "
         "the device has another one to compute while the host reads it."
     )
-    table = [*lines(load_checkpoint(CHECKPOINT))]
-    grid = Grid("Tokens per second of rows in both lanes", columns, table)
-    report("mixed.md", "Rows of both lanes at once", about, grid)
+    checkpoint = load_checkpoint(CHECKPOINT)
+    grids = (
+        Grid("Tokens per second of rows in both lanes", columns, [*lines(checkpoint)]),
+        Grid(
+            f"Greedy, sampled, exact rows and those of an expression; a prompt of {_PROMPT_TOKENS}",
+            (
+                "rows",
+                "tokens/s",
+                "tokens/s beside the prompt",
+                "prompt, s",
+                "steps ahead meanwhile",
+            ),
+            [*lines_of_all_kinds(checkpoint)],
+        ),
+    )
+    report("mixed.md", "Rows of both lanes at once", about, *grids)
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ def main() -> None:
     made.add_argument("--count", type=int, default=2000, help="schedules to run")
     made.add_argument("--tokens", type=int, default=100_000, help="tokens of conversations")
     made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--most-ties", type=float, default=1.0, help="share of rows that may differ")
     options = made.parse_args()
     logging.disable()  # heads that raise on purpose log many errors
     started_s = time.perf_counter()
@@ -129,6 +130,8 @@ def main() -> None:
         "Rows join and leave at any step, on four lanes of different k, size, chunk and cache."
     )
     report("schedules.md", "Random schedules", about, *grids)
+    if ran.stats["near ties"] > options.most_ties * ran.stats["rows"]:
+        sys.exit("Too few answers are equal to those of a row alone.")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from gateway.errors import (
     PoolsNotAllowed,
 )
 from gateway.fleet.health import CHECK_REFUSALS
-from gateway.protocols.base import WORKER_PATHS
 from gateway.protocols.messages import MessagesFormat, is_messages
 from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WireFormat
 from gateway.protocols.responses import ResponsesFormat
@@ -37,6 +36,7 @@ from gateway.status.render import worker_state
 from gateway.strict_json import Pieces, encode_body, parse
 from gateway.types import Inspected
 from paceline.request.profile import Endpoint
+from paceline.request.wires import WIRE_OF
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model
@@ -114,7 +114,7 @@ async def explain(
     unavailable = _unavailable(gateway, fleet) | _lacking(fleet, inspected)
     explanation = _explanation(inspected, routed.attributes, decision, unavailable)
     if decision.candidates:
-        path = WORKER_PATHS[wire_format.endpoint]
+        path = WIRE_OF[wire_format.endpoint]
         refused = await _check(gateway, decision.candidates[0], path, encoded, explanation)
         if refused is not None:
             error = wire_format.named(refused)
@@ -159,7 +159,7 @@ async def _check(
     worker = gateway.fleet.get(candidate.worker_id)
     if worker is None or not worker.backend.sends_reports:
         return None
-    headers = worker.backend.headers(Told(candidate.lane))
+    headers = worker.backend.headers(Told(candidate.worker_id, candidate.lane))
     response = await gateway.control.check(worker.report, path, encoded, headers)
     status, answer = response or (0, None)
     if not isinstance(answer, dict):

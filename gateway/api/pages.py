@@ -1,4 +1,4 @@
-"""The pages of the gateway: their layout and navigation, and the files that they load.
+"""The pages of the gateway: their layout and navigation, the guide, and the files that they load.
 
 The pages need no key because they hold no secret: they fetch their data with the key that the user
 enters. All files are read at the start, so no path of a client selects a file on the disk.
@@ -6,6 +6,7 @@ enters. All files are read at the start, so no path of a client selects a file o
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import html
@@ -18,6 +19,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api import guide
 from gateway.api.openapi import OpenApiDocument
 from gateway.errors import PathUnknown
 
@@ -88,8 +90,9 @@ def page_router(*paths: str) -> APIRouter:
         text = _page(path, paths)
         if path == DOCS:
             add(path, _serving_docs(text))
+            add(f"{path}/{{name:path}}", _serving_guide(paths))
         else:
-            serve = _serving(text, _HTML, _HEADERS)
+            serve = _serving(text.encode(), _HTML, _HEADERS)
             add(path, _for_browsers(serve, paths) if path == START else serve)
     add("/pages/{name:path}", serve_file)
     add("/favicon.ico", files["favicon.ico"])
@@ -108,15 +111,19 @@ def _files() -> Mapping[str, _Serve]:
     }
 
 
-def _page(path: str, paths: Collection[str]) -> bytes:
+def _page(path: str, paths: Collection[str], name: str = "index") -> str:
     """Return a page in the layout of all pages; its file begins with the end of its head."""
-    text = (_FOLDER / (path.strip("/") or "start") / "index.html").read_text()
+    text = (_FOLDER / (path.strip("/") or "start") / f"{name}.html").read_text()
     head, main, rest = text.partition("<main")
     page = (_FOLDER / "layout.html").read_text()
     marks = {"head": head.rstrip(), "navigation": _navigation(path, paths), "main": main + rest}
-    for mark, content in marks.items():
+    return _fill(page, marks)
+
+
+def _fill(page: str, contents: Mapping[str, str]) -> str:
+    for mark, content in contents.items():
         page = page.replace(f"<!-- {mark} -->", content)
-    return page.encode()
+    return page
 
 
 def _navigation(path: str, paths: Collection[str]) -> str:
@@ -162,8 +169,28 @@ def _for_browsers(serve: _Serve, paths: Collection[str]) -> _Serve:
     return negotiate
 
 
-def _serving_docs(text: bytes) -> _Serve:
+def _serving_guide(paths: Collection[str]) -> _Serve:
+    """Serve a page of the guide, which is rendered when somebody reads it first."""
+    frame = _page(DOCS, paths, "guide")
+
+    @functools.cache
+    def serving(name: str) -> _Serve:
+        title, text = guide.render(name)
+        links = guide.contents(DOCS, name)
+        page = _fill(frame, {"title": html.escape(title), "contents": links, "text": text})
+        return _serving(page.encode(), _HTML, _HEADERS)
+
+    async def serve(request: Request) -> Response:
+        if (name := request.path_params["name"]) not in guide.page_names():
+            raise PathUnknown
+        return await (await asyncio.to_thread(serving, name))(request)
+
+    return serve
+
+
+def _serving_docs(page: str) -> _Serve:
     """Serve the API reference with the document of its port in it: it may fetch nothing."""
+    text = _fill(page, {"contents": guide.contents(DOCS, "")}).encode()
 
     async def serve(request: Request) -> Response:
         document: OpenApiDocument = request.app.state.openapi

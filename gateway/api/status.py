@@ -28,7 +28,7 @@ from gateway.status.render import (
     DEFAULT_WINDOW,
     FleetRenderer,
     WindowStats,
-    starting_workers,
+    unready_workers,
     window_s,
 )
 from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, exposition
@@ -136,10 +136,9 @@ async def readyz(gateway: CurrentGateway) -> PlainTextResponse:
     if gateway.lame_duck:
         return PlainTextResponse("stopping\n", status_code=503)
     if not gateway.fleet.view().workers:
-        starting = starting_workers(gateway.fleet)
-        text = f"starting: {starting}\n" if starting else "no worker\n"
-        return PlainTextResponse(text, status_code=503)
-    why = gateway.cluster_sync.problems
+        return PlainTextResponse(f"{unready_workers(gateway.fleet)}\n", status_code=503)
+    refused = "The policy file is not in force." if gateway.policy_file.rejection else ""
+    why = f"{gateway.cluster_sync.problems} {refused}".strip()
     return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
 

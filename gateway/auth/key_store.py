@@ -12,7 +12,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict
 from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import Digest, KeyRecord, KeyTerms, new_key, new_secret
 from gateway.errors import KeyIsRevoked, KeyUnknown, RecordsUnwritable, RevocationUnstored
-from gateway.state.records import RecordReader, Records, RecordTable
+from gateway.state.records import RecordReader, Records, RecordTable, as_model
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +48,9 @@ class KeyStore:
         self._table = RecordTable(records, "keys", self._apply)
         self._api_keys = api_keys
         self._wall = wall
-        self._keys = RecordReader("keys", lambda _, text: KeyRecord.model_validate_json(text))
-        self._revocations = RecordReader(
-            "keys", lambda _, text: _Revocation.model_validate_json(text)
-        )
-        self._rotations = RecordReader("keys", lambda _, text: _Rotation.model_validate_json(text))
+        self._keys = RecordReader(records, "keys", as_model(KeyRecord))
+        self._revocations = RecordReader(records, "keys", as_model(_Revocation))
+        self._rotations = RecordReader(records, "keys", as_model(_Rotation))
         self._changing = asyncio.Lock()
 
     async def refresh(self) -> None:

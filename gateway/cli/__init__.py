@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(2)
     except CommandError as error:
         sys.exit(_terminal_line(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return 130
     except BrokenPipeError:  # the reader of our output has enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -35,11 +35,7 @@ _LEAST_TOKENS = 16
 _LEAST_S = 1.0
 """Time that an answer must take to show one if its worker tells none: the rest may come at once."""
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-_REASONS = {
-    **BECAUSE,
-    "media": "the question has a picture",
-    "policy": "the policy says so",
-}
+_REASONS = {**BECAUSE, "policy": "the policy says so"}
 
 
 def run(
@@ -131,16 +127,24 @@ class _Answer:
 def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
     """Print each piece of text at once; raise `CommandError` for an answer that breaks off.
 
-    Reasoning is printed on a terminal alone, where it can be told from the answer.
+    Reasoning is printed on a terminal alone, where it can be told from the answer. So is what the
+    worker says before the answer: its progress in a long prompt, or the place in its queue.
     """
     import httpx  # noqa: PLC0415  # as in `Gateway.stream`
 
     answer, last_text = _Answer(), "\n"
     reasoned = False
+    waiting = Console(stderr=True).status("")
     try:
         for event in _events(response):
+            if isinstance(event, str):
+                if sys.stderr.isatty() and not answer.first_token_s:
+                    waiting.update(Text(f"{printable(event).capitalize()} ..."))
+                    waiting.start()
+                continue
             text, reasoning = _read_event(event, answer)
             if text or reasoning:
+                waiting.stop()
                 answer.last_token_s = time.monotonic() - started_s
                 answer.first_token_s = answer.first_token_s or answer.last_token_s
             if reasoning and sys.stdout.isatty():
@@ -157,6 +161,7 @@ def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
     except httpx.HTTPError:
         raise CommandError("the answer broke off: the gateway ended the connection.") from None
     finally:
+        waiting.stop()
         if not last_text.endswith("\n"):
             with contextlib.suppress(BrokenPipeError):
                 sys.stdout.write("\n")
@@ -166,7 +171,8 @@ def _print_answer(response: httpx.Response, started_s: float) -> _Answer:
     return answer
 
 
-def _events(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
+def _events(response: httpx.Response) -> Iterator[Mapping[str, Any] | str]:
+    """Yield the events, and the comments about what comes before the answer."""
     # `iter_lines` would also split at separators that JSON may contain.
     rest = b""
     for part in response.iter_bytes():
@@ -174,7 +180,9 @@ def _events(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
         if len(rest) > _EVENT_LIMIT_BYTES:
             raise CommandError("the answer broke off: an event is too large.")
         for line in lines:
-            if line.startswith(b"data:"):
+            if line.startswith((b": read ", b": queued ")):
+                yield line[2:].decode(errors="replace")
+            elif line.startswith(b"data:"):
                 with contextlib.suppress(ValueError):  # [DONE]
                     yield json.loads(line.removeprefix(b"data:"))
 

@@ -188,7 +188,11 @@ _GROUPS = {
 
 
 def _add(
-    path: str, text: str, *params: click.Parameter, run: Callable[..., int] | None = None
+    path: str,
+    text: str,
+    *params: click.Parameter,
+    run: Callable[..., int] | None = None,
+    context_settings: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a command; without `run` it runs the function of its name in the module of its group."""
     group, _, name = path.rpartition(" ")
@@ -198,7 +202,10 @@ def _add(
     if group:
         within = _GROUPS[group]
         paceline.add_command(within)
-    within.add_command(Command(name, callback=run, help=text, params=[*params]))
+    settings = {**(context_settings or {})}
+    within.add_command(
+        Command(name, callback=run, help=text, params=[*params], context_settings=settings)
+    )
 
 
 def _read_settings(given: Mapping[str, str | None]) -> Settings:
@@ -343,6 +350,7 @@ _add(
     "Create a key; its secret is shown only once.",
     _argument("name", "Its owner."),
     *_TERMS,
+    _option("--yes", "Create the first key without a question.", is_flag=True),
     _URL,
     _AS_JSON,
 )
@@ -374,7 +382,25 @@ _add(
 )
 
 _WORKER = _argument("worker", "The id that `paceline workers list` shows.", "WORKER")
+_add(
+    "join",
+    "Join a gateway with this machine, and serve.\n\nWithout an address, the command lists the "
+    "gateways that announce themselves on the local network. It asks for the code that `paceline "
+    "workers pair` or the Workers page of the gateway shows. All options of `paceline worker` can "
+    "follow.",
+    _argument(
+        "arguments",
+        "Like http://192.168.1.10:8000, then options of the worker.",
+        "[ADDRESS] [OPTIONS]",
+        nargs=-1,
+        type=click.UNPROCESSED,
+    ),
+    _option("--id worker_id", "Name of the worker (default: that of this machine).", "ID"),
+    context_settings={"ignore_unknown_options": True},
+)
 _add("workers list", "List the workers, and who has cordoned them.", _URL, _AS_JSON)
+_add("workers pair", "Show a code with which another Mac joins, within two minutes.", _URL)
+_add("workers unpair", "End the pairing of a worker: its token opens nothing.", _WORKER, _URL)
 _add("workers cordon", "Let a worker get no new requests; running ones go on.", _WORKER, _URL)
 _add("workers uncordon", "Let a worker get requests again.", _WORKER, _URL)
 _add(
@@ -497,8 +523,29 @@ _add(
     _option("--lines", "Default: 100.", "N", type=click.IntRange(1, 1_000_000), default=100),
     _option("--follow", "Go on with each new line.", is_flag=True),
 )
+_add("service stop", "Let running requests end, and stop it until `restart` or the next start.")
 _add("service restart", "Let running requests end, and start it again.")
 _add("service uninstall", "Let running requests end, and remove it; settings and logs are kept.")
+_add(
+    "upgrade",
+    "Install another version in place of this one, once running requests have ended, and restart "
+    "the service.",
+    _argument(
+        "dist",
+        "Folder with its install.sh (default: where this one came from, or Homebrew).",
+        "[DIST]",
+        required=False,
+        type=click.Path(path_type=Path),
+    ),
+)
+_BACKUP = _argument("file", "The backup.", "FILE", type=click.Path(path_type=Path))
+_add("backup", "Write keys, policies, usage and secrets to a new, encrypted file.", _BACKUP)
+_add(
+    "restore",
+    "Put a backup into the state folder of a gateway that does not run.\n\nThe old files are kept.",
+    _BACKUP,
+    run=functools.partial(_run, "backup", "restore"),
+)
 for _name, _module, _help in (
     ("worker", "workers", "Serve a model on this machine."),
     ("doctor", "workers.doctor", "Measure this Mac, and say what to run on it."),

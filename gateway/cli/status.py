@@ -66,6 +66,7 @@ def _lines(state: Mapping[str, Any]) -> list[Text]:
         ("The policy file is not in force", state["policy"]["file_problem"]),
         ("This gateway does not share all state with others", state["store"]["problem"]),
         ("Edits are refused", state["store"].get("file_problem", "")),
+        ("Stored records are not in force", state["store"].get("record_problem", "")),
     ):
         if why:
             lines.append(Text(f"{what}: {why}", style="red"))

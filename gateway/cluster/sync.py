@@ -25,6 +25,8 @@ from paceline.protocol import WorkerReport
 
 # After one missed heartbeat, the gateway that gets them may be gone, or Redis.
 _PROBE_AFTER_S = 3.0
+_NAMED = 3
+"""Of the records that cannot be used."""
 
 
 class PeerWorkers:
@@ -118,13 +120,24 @@ class ClusterSync:
             "state": "degraded" if self.problems else "ok",
             "problem": self.problem,
             "file_problem": self.records.problem,
+            "record_problem": self.record_problem,
             "gateways": gateways,
         }
 
     @property
     def problems(self) -> str:
-        """Return the problems with Redis and with the state folder, or an empty string."""
-        return " ".join(filter(None, (self.problem, self.records.problem)))
+        """Return the problems with Redis, the state folder and its records, or an empty string."""
+        problems = (self.problem, self.records.problem, self.record_problem)
+        return " ".join(filter(None, problems))
+
+    @property
+    def record_problem(self) -> str:
+        """Return which stored records are not in force here; the log has the reasons."""
+        readers = reversed(self.records.readers)  # the policy is first
+        found = [f"{one.kind} {name}" for one in readers for name in one.skipped]
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        named = ", ".join(found[:_NAMED]) + more
+        return named and f"This gateway cannot use what is stored as {named}. Its log says why."
 
     @property
     def problem(self) -> str:

@@ -27,17 +27,23 @@ _BY_FILE = Attribution("file", "from the policy file", Reason.FILE)
 _SHIPPED = Attribution("paceline", "the policy shipped with Paceline", Reason.START)
 
 
-def read_source(file: Path | None) -> tuple[Proposal, Attribution]:
+def read_source(
+    file: Path | None, last_read: PolicyVersion | None = None
+) -> tuple[Proposal, Attribution]:
     """Return the policy of the file, or the shipped one if `file` is None.
 
-    Raise `StartupError` with the line and field of every problem.
+    The shipped one also replaces a file that was valid when it was `last_read`, by an older
+    Paceline; the newest stored version that is still valid replaces both. Raise `StartupError` with
+    the line and field of every problem of any other file.
     """
-    if file is None:
-        return Proposal.from_yaml(default_text()), _SHIPPED
-    try:
-        return _FileContent.read(file).proposal(), _BY_FILE
-    except PolicyInvalid as invalid:
-        raise StartupError(f"The policy {file} is invalid: {invalid.reasons}.") from None
+    if file is not None:
+        content = _FileContent.read(file)
+        try:
+            return content.proposal(), _BY_FILE
+        except PolicyInvalid as invalid:
+            if last_read is None or content.text != last_read.text:
+                raise StartupError(f"The policy {file} is invalid: {invalid.reasons}.") from None
+    return Proposal.from_yaml(default_text()), _SHIPPED
 
 
 class LastReads:

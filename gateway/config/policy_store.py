@@ -57,9 +57,7 @@ class PolicyStore:
         self._source = source
         self._wall = wall
         self.warnings = warnings
-        self._reader = RecordReader(POLICY_KIND, _read_usable)
-        self._skipped = 0
-        """The highest number of a version that cannot be read here; 0 without any."""
+        self._reader = RecordReader(records, POLICY_KIND, _read_usable)
         self.current = proposal.policy
         """The active policy. It may be replaced between two reads."""
         first = PolicyVersion.following(
@@ -72,14 +70,12 @@ class PolicyStore:
         """Activate the newest version, or the source if that is new; return the store.
 
         The source is the policy of the policy file, or the shipped one; `last_read` is what this
-        gateway read before. A damaged version, or one of a newer version of Paceline, is skipped;
-        it is not replaced. Raise `PolicyInvalid` if no other is valid here.
+        gateway read before. A version that this Paceline cannot use, because it is damaged or has
+        other rules, is skipped; it is not replaced. Raise `PolicyInvalid` if no other is valid
+        here.
         """
         texts = await self._records.all(POLICY_KIND)
-        self._skipped = max(map(_number, texts), default=0)
-        numbers = sorted(texts, key=_number, reverse=True)
-        usable = (self._reader.read({name: texts[name]}) for name in numbers)
-        newest = next((read.popitem()[1] for read in usable if read), None)
+        newest = self._newest(texts)
         proposal, attribution = self._source
         told = proposal, attribution.reason, last_read
         if await asyncio.to_thread(is_new, _readable(texts), *told):
@@ -157,17 +153,23 @@ class PolicyStore:
             await self._add_first()
             return
         newer = {name: text for name, text in texts.items() if _number(name) > self.version.number}
-        usable = await asyncio.to_thread(self._reader.read, newer)
-        self._skipped = max((_number(name) for name in newer.keys() - usable.keys()), default=0)
-        if not usable:
+        newest = await asyncio.to_thread(self._newest, newer)
+        if newest is None:
             return
-        version, proposal = max(usable.values(), key=lambda one: one[0].number)
+        version, proposal = newest
         try:
             self.check(proposal)
         except PolicyInvalid as invalid:
-            log.error("policy.unusable version=%d problems=%s", version.number, invalid.reasons)
+            name = str(version.number)
+            self._reader.skip(name, texts[name], invalid)
         else:
             self._put_in_force(version, proposal.policy)
+
+    def _newest(self, texts: Mapping[str, str]) -> _Usable | None:
+        """Return the newest version that can be used here."""
+        numbers = sorted(texts, key=_number, reverse=True)
+        usable = self._reader.read({name: texts[name] for name in numbers}, limit=1)
+        return next(iter(usable.values()), None)
 
     async def _add_first(self) -> None:
         """Add the active policy as the first version, if the start could not do so."""
@@ -187,7 +189,7 @@ class PolicyStore:
         self.check(proposal)
         time = _utc(self._wall())
         # The number of a skipped version is taken too.
-        number = max(last.number, self._skipped)
+        number = max((last.number, *map(_number, self._reader.skipped)))
         version = PolicyVersion.following(
             number, proposal.document, attribution, time, proposal.text
         )

@@ -16,7 +16,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict
 from gateway.errors import WorkerUnknown
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
-from gateway.state.records import RecordReader, Records, RecordTable
+from gateway.state.records import RecordReader, Records, RecordTable, as_model
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Cordons:
         propagation_s: float,
     ) -> None:
         self._table = RecordTable(records, "cordons", self._apply)
-        self._reader = RecordReader("cordons", lambda _, text: Cordon.model_validate_json(text))
+        self._reader = RecordReader(records, "cordons", as_model(Cordon))
         self._shared = records.remote
         self._fleet = fleet
         self._report_client = report_client
@@ -107,6 +107,6 @@ class Cordons:
 
     def _check_known(self, worker_id: str) -> None:
         """Raise `WorkerUnknown` unless the worker is in the fleet, lost or cordoned."""
-        known = {*self.by_worker, *self._fleet.absences()}
+        known = {*self.by_worker, *self._reader.skipped, *self._fleet.absences()}
         if worker_id not in known and self._fleet.get(worker_id) is None:
             raise WorkerUnknown

@@ -58,10 +58,11 @@ class PrefixDeletion:
 
     async def clear(self, worker_id: str) -> None:
         """Let a worker empty its prefix cache; raise `WorkerUnknown`, or `CacheNotCleared`."""
-        worker = next((one for one in self._workers() if one.worker_id == worker_id), None)
-        if worker is None:
+        worker = self._fleet.get(worker_id)
+        if worker is None or not worker.backend.sends_reports:
             raise WorkerUnknown
-        if not await self._control.delete_prefixes(worker, ()):
+        ready = worker.report in self._workers()
+        if not ready or not await self._control.delete_prefixes(worker.report, ()):
             raise CacheNotCleared
         log.info("prefix_cache.cleared worker=%s", worker_id)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.protocols.base import WORKER_PATHS
 from gateway.protocols.cohere import COHERE_RERANK
 from gateway.protocols.messages import MESSAGES_PATH
 from gateway.protocols.openai import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, WireFormat
 from gateway.protocols.responses import RESPONSES_PATH
+from paceline.request.wires import WIRE_OF
 
 WIRE_FORMATS: Mapping[str, WireFormat] = {
-    **{WORKER_PATHS[one.endpoint]: one for one in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK)},
+    **{WIRE_OF[one.endpoint]: one for one in (CHAT, COMPLETIONS, EMBEDDINGS, RERANK)},
     "/v2/rerank": COHERE_RERANK,
 }
 """By the path at which clients use them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -11,7 +11,6 @@ from pydantic_core import from_json
 from gateway.errors import GatewayError
 from gateway.strict_json import encode_json
 from gateway.types import Json
-from paceline.request.profile import Endpoint
 
 
 def object_schema(required: str, *fields: str, strict: bool = True, **types: Any) -> Json:
@@ -96,6 +95,11 @@ def encode_event(fields: Json) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (fields["type"].encode(), encode_json(fields))
 
 
+def encode_events(events: Iterable[Json]) -> bytes:
+    """Return events of a stream."""
+    return b"".join(map(encode_event, events))
+
+
 class StreamEncoder(ABC):
     """Encodes one stream of events for a client."""
 
@@ -118,9 +122,3 @@ class StreamEncoder(ABC):
 
 CUT = ("length", "content_filter")
 """Reasons of ends that came before the model's own: the last call may be half of one."""
-WORKER_PATHS: Mapping[Endpoint, str] = {
-    Endpoint.CHAT: "/v1/chat/completions",
-    Endpoint.COMPLETIONS: "/v1/completions",
-    Endpoint.EMBEDDINGS: "/v1/embeddings",
-    Endpoint.RERANK: "/v1/rerank",
-}

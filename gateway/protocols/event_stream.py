@@ -383,9 +383,9 @@ class AnswerReader:
         usage = answer.get("usage")
         if not isinstance(usage, dict):
             return None
-        details = usage.get("prompt_tokens_details")
-        details = details if isinstance(details, dict) else {}
+        details, made = _details_of(usage, "prompt"), _details_of(usage, "completion")
         cached = details.get("cached_tokens")
+        completion = _count(usage.get("completion_tokens"))
         metrics = answer.get("metrics")
         token_ms = metrics.get("mean_itl_ms") if isinstance(metrics, dict) else None
         token_s = None
@@ -393,11 +393,12 @@ class AnswerReader:
             token_s = token_ms / 1000
         return Usage(
             prompt_tokens=_count(usage.get("prompt_tokens")),
-            completion_tokens=_count(usage.get("completion_tokens")),
+            completion_tokens=completion,
             cached_tokens=_count(cached),
             cached_known=cached is not None,
             written_tokens=_count(details.get("cache_write_tokens")),
             system_tokens=_count(details.get("system_tokens")),
+            reasoning_tokens=min(_count(made.get("reasoning_tokens")), completion),
             token_s=token_s,
         )
 
@@ -418,6 +419,11 @@ class AnswerReader:
 
 
 read_usage = AnswerReader.usage
+
+
+def _details_of(usage: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    details = usage.get(f"{part}_tokens_details")
+    return details if isinstance(details, dict) else {}
 
 
 def _event_end(data: bytes, search_from: int) -> int:

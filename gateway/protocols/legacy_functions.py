@@ -29,16 +29,13 @@ def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
         modern.pop("function_call", None)
         modern["tools"] = [{"type": "function", "function": function} for function in functions]
         modern["parallel_tool_calls"] = False
-        match choice:
-            case None:
-                pass
-            case "auto" | "none":
-                modern["tool_choice"] = choice
-            case {"name": str() as name}:
-                modern["tool_choice"] = {"type": "function", "function": {"name": name}}
-            case _:
-                problem = "'function_call' must be auto, none or name a function."
-                raise FieldError("function_call", problem)
+        if isinstance(choice, Mapping) and isinstance(choice.get("name"), str):
+            choice = {"type": "function", "function": {"name": choice["name"]}}
+        elif choice not in (None, "auto", "none"):
+            problem = "'function_call' must be auto, none or name a function."
+            raise FieldError("function_call", problem)
+        if choice is not None:
+            modern["tool_choice"] = choice
     if isinstance(messages := body.get("messages"), list):
         modern["messages"] = _messages(messages)
     return modern

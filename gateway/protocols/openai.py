@@ -34,6 +34,7 @@ Message = Mapping[str, Any]
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+_EXPLICIT = ("temperature", "top_p", "top_k", "min_p")
 _SYSTEM_ROLES = frozenset(("system", "developer"))
 ANSWER_FIELDS = {
     Endpoint.CHAT: "choices",
@@ -106,17 +107,10 @@ class WireFormat:
             return None, ()
         return body.get("model"), tuple(pdfs_in(body["messages"]))
 
-    def inspect(
-        self,
-        body: Mapping[str, Any],
-        policy: PolicyDocument,
-        fleet: FleetView,
-        documents: Mapping[str, Document] = NO_DOCUMENTS,
-        caller: Caller = NO_CALLER,
-    ) -> Inspected:
+    def inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
         """Return the profile of a body and the body for workers; raise a `RequestRefused`."""
         try:
-            return self._inspect(body, InspectionContext(policy, fleet, documents, caller))
+            return self._inspect(body, context)
         except FieldError as error:
             raise errors.FieldInvalid(error.message, param=error.param) from None
 
@@ -222,40 +216,39 @@ class OpenAIStreamEncoder(StreamEncoder):
     def __init__(
         self, profile: RequestProfile, late_headers: Sequence[Header] = (), *, include_metrics: bool
     ) -> None:
-        self._include_usage = profile.include_usage
+        self._profile = profile
         self._include_metrics = include_metrics
-        self._running_usage = profile.usage_interval is not None
-        self._legacy_functions = profile.legacy_functions
         self._late_headers = {name.decode(): value.decode() for name, value in late_headers}
 
     def event(self, event: bytes, frame: Json) -> bytes:
         """Return an event as it came, or without what the client did not request."""
+        include_usage = self._profile.include_usage
         has_metrics = frame.get("metrics") is not None
         # The trailing chunk carries nothing else; it is there because the gateway requests it.
         has_usage = isinstance(frame.get("usage"), dict)
         trailing = has_usage and not frame.get("choices")
-        if trailing and not (self._include_usage or (has_metrics and self._include_metrics)):
+        if trailing and not (include_usage or (has_metrics and self._include_metrics)):
             return b""
         if self.failovers and self._include_metrics and (has_metrics or trailing):
             frame["metrics"] = {**object_in(frame, "metrics"), "failovers": self.failovers}
             event = b"data: " + encode_json(frame) + b"\n\n"
         drop_metrics = has_metrics and not self._include_metrics
-        drop_usage = has_usage and not trailing and not self._running_usage
+        drop_usage = has_usage and not trailing and self._profile.usage_interval is None
         last = bool(self._late_headers) and (
             trailing
             or any(one.get("finish_reason") is not None for one in objects_of(frame.get("choices")))
         )
-        calls = self._legacy_functions and as_function_call(frame.get("choices"), "delta")
+        calls = self._profile.legacy_functions and as_function_call(frame.get("choices"), "delta")
         if not (drop_metrics or drop_usage or last or calls):
             return event
         if last:
             frame["headers"] = self._late_headers
         if drop_metrics:
             del frame["metrics"]
-        if drop_usage:
-            del frame["usage"]
-        if drop_usage and self._include_usage:
+        if drop_usage and include_usage:
             frame["usage"] = None
+        elif drop_usage:
+            del frame["usage"]
         return b"data: " + encode_json(frame) + b"\n\n"
 
     def done(self) -> bytes:
@@ -305,13 +298,7 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile, *, in_place: b
     if profile.endpoint not in GENERATING:
         return sent | {"model": profile.model}
     sampling = profile.sampling
-    sent |= {
-        "model": profile.model,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-    }
+    sent |= {name: getattr(sampling, name) for name in _EXPLICIT} | {"model": profile.model}
     if sampling.repetition_penalty != 1.0:
         sent["repetition_penalty"] = sampling.repetition_penalty
     if profile.exact:
@@ -387,14 +374,9 @@ def _merge_adjacent(messages: Sequence[Message]) -> list[Message]:
 
 def _merging_role(message: Message) -> str | None:
     """Return the role of a message of text alone: no parts, tool calls, names or other fields."""
-    plain = (
-        message["role"] in _MERGING_ROLES
-        and isinstance(message.get("content"), str)
-        and not any(
-            value is not None for name, value in message.items() if name not in ("role", "content")
-        )
-    )
-    return message["role"] if plain else None
+    given = {name for name, value in message.items() if value is not None}
+    plain = given == {"role", "content"} and isinstance(message["content"], str)
+    return message["role"] if plain and message["role"] in _MERGING_ROLES else None
 
 
 CHAT = WireFormat(Endpoint.CHAT)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 from gateway import errors
 from gateway.protocols.base import renamed
@@ -13,6 +13,7 @@ from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.protocols.sealing import Sealer
 from gateway.types import Inspected, Json
 from paceline.request.fields import FieldError
+from paceline.request.keys import check_keys
 from paceline.request.profile import Endpoint
 from paceline.request.wires import CHAT_FIELDS
 
@@ -25,9 +26,9 @@ _IN_LIST = re.compile(
 class Chat:
     """A request for `/v1/chat/completions`."""
 
-    names: ClassVar[Mapping[str, str]] = {}
-    """The field of the wire behind each field of the chat that it has under another name."""
     body: Json
+    names: Mapping[str, str]
+    """The client's field, or its place, behind each field of the chat with another name."""
     places: Sequence[Sequence[str]] = ()
     """Of each message, the place in the client's request, then those of its parts."""
     tool_places: Sequence[str] = ()
@@ -40,8 +41,6 @@ class Chat:
     """Fields that the client gives under the name that they have in a chat."""
     ignored: Sequence[str] = ()
     """Fields of the client's request, and names inside of them, that change no answer."""
-    own: Mapping[str, str] = field(default_factory=dict)
-    """The place in this request behind fields of the chat, before `names`."""
 
     def param(self, name: str) -> str:
         """Return the field of the client's request behind a field of the chat."""
@@ -51,7 +50,7 @@ class Chat:
         in_messages = name.startswith("messages")
         places = self.places if in_messages else [[place] for place in self.tool_places]
         if found is None or int(found["index"]) >= len(places):
-            return own_name(name, self.own if own_name(name, self.own) != name else self.names)
+            return own_name(name, self.names)
         place, *parts = places[int(found["index"])]
         part = int(found["part"]) if found["part"] else len(parts)
         place = parts[part] if part < len(parts) else place
@@ -83,6 +82,19 @@ def with_own(chat: Json, own: Mapping[str, Any], own_names: Mapping[str, str]) -
         if chat.setdefault(name, value) != value:
             problem = f"'{name}' and '{own_name(name, own_names)}' contradict each other."
             raise FieldError(name, problem)
+
+
+def form_of(form: Any, place: str, **defaults: Any) -> Json:
+    """Return the `response_format` of a chat for a form that has its schema beside its type."""
+    check_keys(place, form)
+    if not isinstance(form, Mapping):
+        return {} if form is None else {"response_format": form}
+    given = {name: value for name, value in form.items() if value is not None}
+    kind = given.pop("type", None)
+    if kind == "json_schema":
+        return {"response_format": {"type": kind, "json_schema": defaults | given}}
+    plain = {"type": kind} | {name: given[name] for name in given if name == "schema"}
+    return {} if plain == {"type": "text"} else {"response_format": plain}
 
 
 class TranslatingFormat(WireFormat):

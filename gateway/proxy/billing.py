@@ -11,7 +11,6 @@ from typing import Self
 
 from gateway import errors
 from gateway.auth.rate_limits import RateLimiter, Reservation
-from gateway.http.downstream import ClientDisconnected
 from gateway.types import NOTHING, Spent, Usage
 from paceline.protocol import RUNNING_USAGE_TOKENS
 from paceline.request.profile import RequestProfile
@@ -25,11 +24,13 @@ _CHARS_A_TOKEN = 3
 _TOKENS_A_PICTURE = 512
 # What chat templates write around a message.
 _TOKENS_A_MESSAGE = 16
-# These end a request without a fault of the worker: the key owes what it did until then.
-_CANCELLED = (
-    *(ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.AnswerTooLarge),
-    *(errors.ShuttingDown, errors.RefusedInAnswer),
+# With these no worker has begun the request, though an earlier attempt may have reached one.
+_UNBEGUN = (
+    *(errors.RequestRefused, errors.NoWorker, errors.QueueFull),
+    *(errors.WorkerUnreachable, errors.WorkerBusy),
 )
+_WHILE_IT_RAN = (errors.RefusedInAnswer, errors.KeyEnded)
+_BROKEN_OFF = (errors.WorkerLost, errors.WorkerFailed)
 
 
 def estimate(profile: RequestProfile) -> int:
@@ -63,15 +64,12 @@ def cost_of(
 
     A key pays for the usage that the worker reported, at the end or, in a stream, so far. Without
     a report, or where reports lag (the client left them unread, an event was too large, several
-    prompts are read at once), it pays what was reserved if the response was complete, cancelled or
-    ended by what the request asks; if the worker failed, it pays no tokens.
+    prompts are read at once), it pays what was reserved, unless the worker broke the response off.
     """
-    failed = isinstance(failure, Exception) and not isinstance(failure, _CANCELLED)
-    no_worker = isinstance(failure, errors.GatewayError) and failure.status == 503
-    if failed and (no_worker or isinstance(failure, errors.RequestRefused)):
+    if isinstance(failure, _UNBEGUN) and not isinstance(failure, _WHILE_IT_RAN):
         return NOTHING
     reported = usage.prompt_tokens + usage.completion_tokens
-    if failed or (reported and failure is None):
+    if isinstance(failure, _BROKEN_OFF) or (reported and failure is None):
         return Spent(1, reported)
     if reserved is None:
         reserved = estimate(profile)

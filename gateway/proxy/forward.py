@@ -18,7 +18,7 @@ from gateway.fleet.health import CHECK_REFUSALS
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.http import upstream
 from gateway.http.downstream import JSON_HEADERS, KEEPALIVE, EventWriter, ResponseWriter
-from gateway.protocols.base import WORKER_PATHS, AnswerMalformed
+from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.engine_answer import CALLS, EngineAnswer, FieldUnheld
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner
 from gateway.proxy.context import RequestContext
@@ -38,6 +38,7 @@ from paceline.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_
 from paceline.request.call_rules import read_call_rules
 from paceline.request.fields import CACHE_SALT
 from paceline.request.profile import GENERATING
+from paceline.request.wires import WIRE_OF
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +170,8 @@ class Forwarder:
             async with self._check_slots:
                 if self._scheduler.queue_place(request) is None:
                     return
-                headers = worker.backend.headers(Told(candidate.lane))
-                path = WORKER_PATHS[context.profile.endpoint]
+                headers = worker.backend.headers(Told(candidate.worker_id, candidate.lane))
+                path = WIRE_OF[context.profile.endpoint]
                 checked = await self._control.check(worker.report, path, context.encoded, headers)
             if checked is not None and checked[0] in CHECK_REFUSALS:
                 error = worker.backend.refusal(checked[0], to_json(checked[1]), {})
@@ -439,9 +440,16 @@ class Forwarder:
             headers[MODEL_HEADER] = quote(asked_model)
         scope = self._scope_of(context) or "all"
         limit = None if reservation is None else reservation.token_limit
-        told = Told(candidate.lane, context.routed.prefix, scope, limit, context.prefix_sources)
+        told = Told(
+            candidate.worker_id,
+            candidate.lane,
+            context.routed.prefix,
+            scope,
+            limit,
+            context.prefix_sources,
+        )
         headers |= backend.headers(told)
-        url = lease.state.report.url + WORKER_PATHS[profile.endpoint]
+        url = lease.state.report.url + WIRE_OF[profile.endpoint]
         send = self.connections.send
         response = await send(url, body, headers, context.begin, fresh=fresh)
         tokens = response.tokens

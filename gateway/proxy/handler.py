@@ -28,7 +28,7 @@ from gateway.http.downstream import (
 )
 from gateway.inspection_thread import Turn, is_large
 from gateway.protocols.base import renamed
-from gateway.protocols.documents import NO_DOCUMENTS, PDF_MARKS
+from gateway.protocols.documents import PDF_MARKS
 from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.proxy.billing import TokenReservation, default_max_tokens, estimate
 from gateway.proxy.client import client_address, peer_address, read_attributes, read_caller
@@ -67,20 +67,20 @@ async def inspect(
     caller: Caller,
 ) -> Inspected:
     """Read the documents of a parsed body, and inspect it; raise a `RequestRefused`."""
-    policy_and_fleet = policy, gateway.fleet.view()
+    context = InspectionContext(policy, gateway.fleet.view(), caller=caller)
     model, pdfs = await turn.run(wire_format.pdfs, body)
-    documents = NO_DOCUMENTS
     if pdfs:
-        pictures = "image" in InspectionContext(*policy_and_fleet).reading(model).media
+        pictures = "image" in context.reading(model).media
         documents = await gateway.documents.read(turn.hold, pdfs, pictures=pictures)
+        context = context._replace(documents=documents)
     try:
-        return await turn.run(wire_format.inspect, body, *policy_and_fleet, documents, caller)
+        return await turn.run(wire_format.inspect, body, context)
     except errors.FieldInvalid:
-        if not any(document.pages for document in documents.values()):
+        if not any(document.pages for document in context.documents.values()):
             raise
         # The pages may be too many beside the pictures of the request itself.
-        texts = {pdf: document._replace(pages=()) for pdf, document in documents.items()}
-        return await turn.run(wire_format.inspect, body, *policy_and_fleet, texts, caller)
+        texts = {pdf: one._replace(pages=()) for pdf, one in context.documents.items()}
+        return await turn.run(wire_format.inspect, body, context._replace(documents=texts))
 
 
 class ProxyHandler:

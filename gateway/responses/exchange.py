@@ -25,6 +25,7 @@ from gateway.http.downstream import (
     pieces,
 )
 from gateway.memory_budget import MemoryHold
+from gateway.protocols.base import encode_event, encode_events
 from gateway.protocols.responses import DONE, ResponsesFormat
 from gateway.protocols.responses.request import ResponsesRequest
 from gateway.responses.kept_items import KeptItems, new_id
@@ -166,11 +167,6 @@ class ResponseExchange(ResponsesFormat):
         assert self.request is not None, "the request has not been read"
         return self.request
 
-    @property
-    def response(self) -> Json:
-        """Return the response as it is now."""
-        return self.builder.response
-
     async def open(self, body: Json, owner: str, hold: MemoryHold, size_bytes: int) -> None:
         """Read a parsed body of this size and what it goes on from; raise a `RequestRefused`.
 
@@ -192,7 +188,7 @@ class ResponseExchange(ResponsesFormat):
         """
         if not self.asked.background:
             return client
-        response = self.response
+        response = self.builder.response
         self.log = event_log = EventLog(
             self._service.gateway.timing.keepalive_s, self._hold.another(), cancel_scope.cancel
         )
@@ -202,7 +198,7 @@ class ResponseExchange(ResponsesFormat):
         response["status"] = "queued"
         queued = self.body()
         await self._keep({**response, "status": "in_progress"})
-        event_log.append(self.begin_events())
+        event_log.append(encode_events(self.builder.begin(queued=True)))
         if self.asked.body.get("stream"):
             viewing = _view(client, event_log)
             self._viewer = asyncio.create_task(viewing, name=f"view {response['id']}")
@@ -213,11 +209,11 @@ class ResponseExchange(ResponsesFormat):
     async def finish(self) -> bytes:
         """Keep the response that is complete now; return the last bytes for the client."""
         if self.asked.store:
-            self.response["store"] = await self._keep(self.response)
+            self.builder.response["store"] = await self._keep(self.builder.response)
         if self.log is not None:
             self.log.cancel = None
         streams = self.log is not None or self.asked.body.get("stream")
-        return self.final_event() if streams else self.body()
+        return encode_event(self.builder.final()) + DONE if streams else self.body()
 
     async def cancel(self) -> None:
         """Cancel a response in the background, and wait until it has ended."""
@@ -257,7 +253,7 @@ class ResponseExchange(ResponsesFormat):
                 builder.response["output"].clear()
                 self._hold.release()
             if builder.response["status"] in ("failed", "cancelled"):
-                await self._keep(self.response)
+                await self._keep(builder.response)
         finally:
             self._cancel_scope = None
             event_log.close()

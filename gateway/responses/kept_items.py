@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from gateway import errors
 from gateway.inspection_thread import InspectionThread
 from gateway.memory_budget import MemoryHold
-from gateway.protocols.responses.items import known_fields
+from gateway.protocols.responses.items import kept_item
 from gateway.protocols.responses.request import Item, ResponsesRequest
 from gateway.state.expiring import ExpiringRecords
 from gateway.strict_json import ITEMS_LIMIT, encode_body, footprint_bytes
@@ -29,16 +29,6 @@ _IDS = {
 # An item names the response that it belongs to, its place there, and whether it was input; or it
 # names the conversation to which a client added it.
 _ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})(?:[0-9a-f]{4}i?|([0-9a-f]{10}c))")
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
-    "function_call_output": "fco",
-    "custom_tool_call_output": "cto",
-    "tool_search_call": "tsc",
-    "tool_search_output": "tso",
-}
 _ENDED = ("completed", "incomplete")
 _ANCESTORS_LIMIT = 1000
 _HISTORY_LIMIT_BYTES = 32 * 1024 * 1024
@@ -127,10 +117,7 @@ class KeptItems:
             if len(ancestors) > _ANCESTORS_LIMIT:
                 return False
         stem = response["id"].removeprefix("resp_")
-        named = [
-            {"id": f"{_prefix(item)}_{stem}{index:04x}i", **known_fields(item)}
-            for index, item in enumerate(request.items)
-        ]
+        named = [kept_item(item, f"{stem}{index:04x}i") for index, item in enumerate(request.items)]
         record = {
             "response": {**response, "output": []},
             "input": named,
@@ -232,10 +219,7 @@ class KeptItems:
 def named_items(conversation_id: str, items: Sequence[Item]) -> list[Item]:
     """Return items with ids of their own, which name their conversation."""
     stem = conversation_id.removeprefix("conv_")
-    return [
-        {"id": f"{_prefix(item)}_{stem}{secrets.token_hex(5)}c", **known_fields(item)}
-        for item in items
-    ]
+    return [kept_item(item, f"{stem}{secrets.token_hex(5)}c") for item in items]
 
 
 def _footprint_bytes(found: Sequence[bytes | None]) -> int:
@@ -253,10 +237,6 @@ def _encode(record: Json, size_bytes: int) -> bytes:
 
 def _parsed(found: Sequence[bytes | None]) -> list[Json | None]:
     return [None if data is None else from_json(data) for data in found]
-
-
-def _prefix(item: Item) -> str:
-    return _PREFIXES.get(item["type"], "item")
 
 
 def _extend(kept: list[Item], items: Sequence[Item]) -> None:

@@ -23,13 +23,16 @@ import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 from gateway.state.disk_thread import DiskThread
 from gateway.state.redis import UNWRITTEN, RedisClient
 from gateway.state.shared_hash import NOW
 from gateway.state.shares import EVEN_IF_FULL
+from paceline.error_messages import message_of
 
 Texts = dict[str, str]
 """The JSON text of each record by its name, oldest first."""
@@ -37,6 +40,7 @@ TextsByKind = dict[str, Texts]
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
+Model = TypeVar("Model", bound=BaseModel)
 
 log = logging.getLogger(__name__)
 _SPARE_BYTES = 4096
@@ -91,28 +95,52 @@ class RecordTable:
 
 
 class RecordReader(Generic[Value]):
-    """Parses the records of one kind, and skips those that are damaged or of a newer version.
+    """Parses the records of one kind, and skips those that are damaged or of another version.
 
     One unreadable record must stop neither a start nor the edits of others. Each is logged once.
     `parse` gets name and text of a record, and raises `ValueError`.
     """
 
-    def __init__(self, kind: str, parse: Callable[[str, str], Value]) -> None:
-        self._kind = kind
+    def __init__(self, records: Records, kind: str, parse: Callable[[str, str], Value]) -> None:
+        self.kind = kind
         self._parse = parse
         self._logged: dict[str, str] = {}
+        self.skipped: list[str] = []
+        """The names of the records of the last read that are not in force."""
+        records.readers.append(self)
 
-    def read(self, texts: Mapping[str, str]) -> dict[str, Value]:
-        """Return the readable records by name."""
-        values = {}
+    def read(self, texts: Mapping[str, str], limit: int | None = None) -> dict[str, Value]:
+        """Return the readable records by name, and only so many of them."""
+        values: dict[str, Value] = {}
+        self.skipped = []
         for name, text in texts.items():
+            if len(values) == limit:
+                break
             try:
                 values[name] = self._parse(name, text)
-            except ValueError:
-                if self._logged.get(name) != text:
-                    self._logged[name] = text
-                    log.error("record.skipped kind=%s name=%r", self._kind, name)
+            except ValueError as error:
+                self.skip(name, text, error)
         return values
+
+    def skip(self, name: str, text: str, error: ValueError) -> None:
+        """Name a record that is not in force."""
+        self.skipped.append(name)
+        if self._logged.get(name) != text:
+            self._logged[name] = text
+            log.error("record.skipped kind=%s name=%r why=%s", self.kind, name, _why(error))
+
+
+def as_model(model: type[Model]) -> Callable[[str, str], Model]:
+    """Return what parses records of any name as this model."""
+    return lambda _, text: model.model_validate_json(text)
+
+
+def _why(error: ValueError) -> str:
+    """Return why a record cannot be read, without its values."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False, include_input=False)[0]
+    return ": ".join((*map(str, first["loc"][:1]), message_of(first)))
 
 
 class FileProblem:
@@ -168,6 +196,7 @@ class FileRecords:
         """What was read last; None before the first read."""
         self._held: dict[tuple[str, str], str] = {}
         self._disk = DiskThread("records")
+        self.readers: list[RecordReader[Any]] = []
         self._problem = FileProblem(path)
 
     @property
@@ -407,6 +436,7 @@ class RedisRecords:
         self._writing: asyncio.Task[None] | None = None
         self._file_is_outdated = False
         self._disk = DiskThread("copy of records")
+        self.readers: list[RecordReader[Any]] = []
 
     @property
     def problem(self) -> str:

@@ -325,6 +325,8 @@ class StoreStatus(StatusModel):
     """Why this gateway cannot exchange state with others over Redis; empty if it can."""
     file_problem: str
     """Why the state folder cannot be read or written, with its path; empty if it can."""
+    record_problem: str
+    """Which stored records this version of Paceline cannot use; empty if it can use all."""
     gateways: NonNegativeInt
     """Gateways that share the store now."""
 

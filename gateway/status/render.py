@@ -37,7 +37,7 @@ _NO_LOAD = dict.fromkeys(
     "effective_draft_tokens".split(),
     0,
 )
-_STARTS_SHOWN = 4
+_WORKERS_SHOWN = 4
 _PREFIX_RESULTS = ("hit", "miss", "none", "unknown")
 _TOKENS = ("prompt", "completion", "cached")
 _ERRORS = (Outcome.REFUSED, Outcome.UNSERVED, Outcome.FAILED)
@@ -307,15 +307,21 @@ def _start(worker: WorkerState | None) -> model.StartStatus:
     return model.StartStatus(description=progress.description, elapsed_s=round(elapsed_s, 1))
 
 
-def starting_workers(fleet: WorkerRegistry) -> str:
-    """Return which workers start, and how far they are, in one line; empty if none does."""
-    starts = [
-        f"{worker.report.worker_id} ({start.description}, {start.elapsed_s:.0f} s)"
-        for worker in fleet.workers()
-        if (start := _start(worker)).description
-    ]
-    more = f" and {len(starts) - _STARTS_SHOWN} more" if len(starts) > _STARTS_SHOWN else ""
-    return ", ".join(starts[:_STARTS_SHOWN]) + more
+def unready_workers(fleet: WorkerRegistry) -> str:
+    """Return in one line why no worker takes requests: how far starts are, the states of others."""
+    starts, others = [], []
+    for worker in fleet.workers():
+        if (start := _start(worker)).description:
+            progress = f"{start.description}, {start.elapsed_s:.0f} s"
+            starts.append(f"{worker.report.worker_id} ({progress})")
+        else:
+            others.append(f"{worker.report.worker_id} ({worker_state(worker)})")
+    others += [f"{name} (gone)" for name, one in fleet.absences().items() if one.kind != "left"]
+    known = starts + others
+    if not known:
+        return "no worker"
+    more = f" and {len(known) - _WORKERS_SHOWN} more" if len(known) > _WORKERS_SHOWN else ""
+    return f"{'starting' if starts else 'no worker'}: {', '.join(known[:_WORKERS_SHOWN])}{more}"
 
 
 def _ejection(worker: WorkerState | None) -> model.Ejection:

@@ -84,7 +84,7 @@ _WORKER_METRICS = [  # part of a worker's counts, field of the part, name, label
         steps steps paceline_worker_steps -
             Steps of decoding, each of one batch.
         steps ahead paceline_worker_steps_ahead -
-            Steps that the worker read while the device computed the next one.
+            Steps that the worker read while the device computed another one.
         prefix hits paceline_worker_prefix_hits -
             Prompts with a prefix found in the cache.
         prefix misses paceline_worker_prefix_misses -

@@ -32,7 +32,6 @@ class ConstraintKind(StrEnum):
 
 
 _VLLM_KINDS = frozenset(ConstraintKind) - {ConstraintKind.CALLS, ConstraintKind.STRICT_TOOLS}
-_KINDS = frozenset(kind.value for kind in _VLLM_KINDS)
 _MAX_CALLS = 16
 TOOL_GRAMMARS = "tool_grammars"
 """Field of a chat: the grammars of texts that functions take, by the functions' names."""
@@ -41,6 +40,7 @@ _OPTIONS: Mapping[str, tuple[bool, ...]] = {
     "disable_fallback": (False, True),  # there is one backend
     "disable_any_whitespace": (False, True),  # JSON has no free white space
     "disable_additional_properties": (False,),
+    "json_object": (False,),
 }
 """The options of vLLM's `structured_outputs`, with the values that change no answer."""
 
@@ -127,9 +127,8 @@ def check_tool_grammars(body: Mapping[str, Any]) -> None:
             raise FieldError(param, f"'{param}' must be a function that takes one string alone.")
         fields = grammar if isinstance(grammar, Mapping) else {}
         if fields.keys() != {"syntax", "definition"} or fields["syntax"] not in _SYNTAXES:
-            raise FieldError(
-                f"{param}.syntax", f"'{param}' must have a 'syntax' of {_SYNTAXES}, a 'definition'."
-            )
+            param += ".syntax"
+            raise FieldError(param, f"'{param}' must be one of {_SYNTAXES}, with a 'definition'.")
         definition = fields["definition"]
         if not isinstance(definition, str) or not 0 < len(definition) <= _MAX_CHARS:
             raise FieldError(
@@ -174,7 +173,8 @@ def _from_response_format(body: Mapping[str, Any]) -> Iterator[Constraint]:
     kinds = ("text", "json_object", "json_schema")
     kind = chosen.get("type") if isinstance(chosen, Mapping) else None
     if kind not in kinds:
-        raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
+        place = "response_format.type"
+        raise FieldError(place, f"'{place}' must be one of {kinds}.")
     check_keys("CHAT response_format", chosen)
     inner, schema = chosen.get("json_schema"), chosen.get("schema")
     of_type = {"json_schema": kind == "json_schema" and schema is None, "schema": kind != "text"}
@@ -200,17 +200,13 @@ def _from_vllm_fields(body: Mapping[str, Any]) -> Iterator[Constraint]:
         name = f"guided_{kind}"
         if body.get(name) is not None:
             yield _constraint(kind, body[name], name)
-    outputs = Fields(body).object("structured_outputs")
-    given = {name: value for name, value in outputs.items() if value is not None}
-    if given.get("json_object") is False:
-        del given["json_object"]
-    for name, value in given.items():
+    for name, value in Fields(body).object("structured_outputs").items():
         param = f"structured_outputs.{name[:100]}"
-        if isinstance(value, bool) and value in _OPTIONS.get(name, ()):
+        if value is None or (isinstance(value, bool) and value in _OPTIONS.get(name, ())):
             continue
         if name == "json_object" and value is True:
             yield Constraint(ConstraintKind.JSON, {"type": "object"}, param)
-        elif name in _KINDS:
+        elif name in _VLLM_KINDS:
             yield _constraint(ConstraintKind(name), value, param)
         else:
             raise FieldError(param, f"'{param}' is not supported.")

@@ -30,27 +30,21 @@ def encode_pieces(value: Any) -> Iterator[bytes]:
         for at in range(0, len(value), _PIECE_CHARS):
             yield to_json(value[at : at + _PIECE_CHARS])[1:-1]
         yield b'"'
-    elif isinstance(value, dict):
-        mark = b"{"
-        for fields in _batches([*value.items()]):
-            yield mark
-            if len(fields) > 1:
-                yield _encode(dict(fields))[1:-1]
-            else:
-                yield to_json(fields[0][0]) + b":"
-                yield from encode_pieces(fields[0][1])
-            mark = b","
-        yield b"}"
     else:
-        mark = b"["
-        for items in _batches(value):
+        named = isinstance(value, dict)
+        mark, end = (b"{", b"}") if named else (b"[", b"]")
+        for batch in _batches([*value.items()] if named else value):
             yield mark
-            if len(items) > 1:
-                yield _encode(items)[1:-1]
-            else:
-                yield from encode_pieces(items[0])
             mark = b","
-        yield b"]"
+            if len(batch) > 1:
+                yield _encode(dict(batch) if named else batch)[1:-1]
+                continue
+            one = batch[0]
+            if named:
+                yield to_json(one[0]) + b":"
+                one = one[1]
+            yield from encode_pieces(one)
+        yield end
 
 
 def _batches(values: Sequence[T]) -> Iterator[Sequence[T]]:

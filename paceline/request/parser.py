@@ -17,17 +17,13 @@ from paceline.request.constraint import (
     check_tool_grammars,
     read_constraint,
 )
-from paceline.request.content import PROMPTS_LIMIT, TOOL_NAME, read_content
+from paceline.request.content import PROMPTS_LIMIT, TOOL_NAME, are_tokens, read_content
 from paceline.request.fields import FieldError, Fields, read_cache_salt
 from paceline.request.json_pieces import json_bytes
 from paceline.request.keys import Inside, check_keys
-from paceline.request.pooling import (
-    embeddings_profile,
-    read_embeddings,
-    read_rerank,
-    rerank_profile,
-)
+from paceline.request.pooling import pooling_profile
 from paceline.request.profile import (
+    GENERATING,
     OPENAI_DEFAULTS,
     REASONING_EFFORTS,
     Endpoint,
@@ -43,7 +39,7 @@ _FUNCTION_FIELDS = (
     ("parameters", Mapping, "an object"),
     ("strict", bool, "true or false"),
 )
-_TOOLS_LIMIT = 128
+TOOLS_LIMIT = 128
 """OpenAI allows as many."""
 _TOOL_NAME = re.compile(TOOL_NAME)
 _TEMPLATE_KWARGS_LIMIT = 32
@@ -55,6 +51,7 @@ _RESERVED_KWARGS = frozenset(
     "sanitize_control_tokens bos_token eos_token".split()
 )
 _SWITCHES = ("enable_thinking", "thinking")
+_VALUES = {"metrics": ("summary", "detailed"), "reasoning_effort": REASONING_EFFORTS}
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -91,11 +88,8 @@ def _read(
 ) -> RequestProfile:
     """Return the profile of a body without synonyms."""
     read_cache_salt(body)
-    if endpoint is Endpoint.EMBEDDINGS:
-        return embeddings_profile(read_embeddings(body, access), ignored)
-    if endpoint is Endpoint.RERANK:
-        inside = Inside()
-        return rerank_profile(read_rerank(body, access, inside), (*ignored, *inside))
+    if endpoint not in GENERATING:
+        return pooling_profile(body, endpoint, access, ignored)
     fields = access(body)
     content = read_content(body, endpoint)
     if content.continued:
@@ -104,8 +98,7 @@ def _read(
     _check_template_kwargs(body.get("chat_template_kwargs"))
     _check_choices(body)
     stream = fields.flag("stream")
-    tools = _read_tools(body, content.inside)
-    check_tool_grammars(body)
+    tools = read_functions(body, content.inside)
     fields.choice("parallel_tool_calls")
     fields.integer(MAX_TOOL_CALLS, None, low=1)
     include_usage, interval = _read_stream_options(body, content.inside, stream=stream)
@@ -260,13 +253,9 @@ def _read_continuation(fields: Fields, body: Mapping[str, Any], mark: str) -> bo
 def _read_stop_tokens(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    tokens = value if isinstance(value, list) else [None]
-    if len(tokens) > 128 or not all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token <= Fields.LARGEST
-        for token in tokens
-    ):
+    if not are_tokens(value) or len(value) > 128:
         raise FieldError("stop_token_ids", "'stop_token_ids' must be a list of at most 128 tokens.")
-    return tuple(tokens)
+    return tuple(value)
 
 
 def _read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -291,13 +280,12 @@ def _read_logprobs(fields: Fields, endpoint: Endpoint) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _read_tools(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
+def read_functions(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
+    """Return the tools that an answer may call; check all, and their grammars."""
     tools = body.get("tools")
-    if tools is None:
-        return ()
-    if not isinstance(tools, list) or len(tools) > _TOOLS_LIMIT:
-        raise FieldError("tools", f"'tools' must be a list of at most {_TOOLS_LIMIT}.")
-    for index, tool in enumerate(tools):
+    if not isinstance(tools, list | None) or len(tools or ()) > TOOLS_LIMIT:
+        raise FieldError("tools", f"'tools' must be a list of at most {TOOLS_LIMIT}.")
+    for index, tool in enumerate(tools or ()):
         if isinstance(tool, Mapping) and tool.get("type") == "custom":
             raise FieldError(
                 f"tools[{index}].type",
@@ -317,7 +305,8 @@ def _read_tools(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
             if not isinstance(function.get(name), kind | None):
                 raise FieldError(f"tools[{index}].function.{name}", f"'{name}' must be {text}.")
         check_size(tool, f"tools[{index}]")
-    return tools if body.get("tool_choice") != "none" else ()
+    check_tool_grammars(body)
+    return (tools or ()) if body.get("tool_choice") != "none" else ()
 
 
 def _check_choices(body: Mapping[str, Any]) -> None:
@@ -326,12 +315,9 @@ def _check_choices(body: Mapping[str, Any]) -> None:
     if isinstance(choice, Mapping):
         for name in ("function", "allowed_tools"):
             check_keys(f"CHAT tool_choice.{name}", choice.get(name))
-    if body.get("metrics") not in (None, "summary", "detailed"):  # the values of vLLM
-        raise FieldError("metrics", "'metrics' must be summary or detailed.")
-    if body.get("reasoning_effort") not in (None, *REASONING_EFFORTS):
-        raise FieldError(
-            "reasoning_effort", f"'reasoning_effort' must be one of {REASONING_EFFORTS}."
-        )
+    for name, values in _VALUES.items():
+        if body.get(name) not in (None, *values):
+            raise FieldError(name, f"'{name}' must be one of {values}.")
 
 
 def _check_template_kwargs(given: Any) -> None:

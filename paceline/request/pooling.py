@@ -87,27 +87,20 @@ def read_rerank(
     )
 
 
-def embeddings_profile(request: EmbeddingsRequest, ignored: tuple[str, ...]) -> RequestProfile:
-    """Return what the policy may use of a request for vectors; raise `FieldError` if too long."""
-    chars = chars_of(request.inputs)
-    return _profile(Endpoint.EMBEDDINGS, request.model, len(request.inputs), chars, ignored)
-
-
-def rerank_profile(request: RerankRequest, ignored: tuple[str, ...]) -> RequestProfile:
-    """Return what the policy may use of a request for scores; raise `FieldError` if too long.
-
-    The model reads pairs, so the query counts for each document.
-    """
-    count = len(request.documents)
-    chars = count * len(request.query) + sum(map(len, request.documents))
-    return _profile(Endpoint.RERANK, request.model, count, chars, ignored)
-
-
-def _profile(
-    endpoint: Endpoint, model: str, texts: int, chars: int, ignored: tuple[str, ...]
+def pooling_profile(
+    body: Mapping[str, Any], endpoint: Endpoint, access: type[Fields], ignored: Sequence[str]
 ) -> RequestProfile:
+    """Return what the policy may use of a request for vectors or scores; raise `FieldError`."""
+    inside = Inside()
+    if endpoint is Endpoint.EMBEDDINGS:
+        embeddings = read_embeddings(body, access)
+        model, texts, param = embeddings.model, embeddings.inputs, "input"
+        chars = chars_of(texts)
+    else:
+        rerank = read_rerank(body, access, inside)
+        model, texts, param = rerank.model, rerank.documents, "documents"
+        chars = len(texts) * len(rerank.query) + chars_of(texts)  # the model reads pairs
     if chars > TEXT_LIMIT_CHARS:
-        param = "input" if endpoint is Endpoint.EMBEDDINGS else "documents"
         raise FieldError(
             param, f"The texts of a request may have at most {TEXT_LIMIT_CHARS} characters."
         )
@@ -115,10 +108,10 @@ def _profile(
         endpoint=endpoint,
         model=model,
         max_tokens=0,  # nothing is generated, so no answer costs a key anything
-        messages=texts,
-        prompts=texts,
+        messages=len(texts),
+        prompts=len(texts),
         text_chars=chars,
-        ignored=ignored,
+        ignored=(*ignored, *inside),
     )
 
 

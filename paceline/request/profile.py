@@ -169,18 +169,12 @@ def bypass_reasons(profile: RequestProfile) -> tuple[Bypass, ...]:
     """
     if profile.endpoint not in GENERATING:
         return (Bypass.ENDPOINT,)
-    reasons = []
-    sampling = profile.sampling
-    if profile.exact:
-        reasons.append(Bypass.EXACT)
-    if profile.media and profile.media_count > 0:
-        reasons.append(Bypass.MEDIA)
-    if not sampling.greedy:
-        reasons.append(Bypass.NON_GREEDY_SAMPLING)
-    if sampling.reshapes_logits:
-        reasons.append(Bypass.LOGITS_PROCESSORS)
-    if profile.top_logprobs is not None:
-        reasons.append(Bypass.LOGPROBS)
-    if profile.choices > 1:
-        reasons.append(Bypass.MULTIPLE_CHOICES)
-    return tuple(reasons)
+    properties = {
+        Bypass.EXACT: profile.exact,
+        Bypass.MEDIA: profile.media_count > 0,
+        Bypass.NON_GREEDY_SAMPLING: not profile.sampling.greedy,
+        Bypass.LOGITS_PROCESSORS: profile.sampling.reshapes_logits,
+        Bypass.LOGPROBS: profile.top_logprobs is not None,
+        Bypass.MULTIPLE_CHOICES: profile.choices > 1,
+    }
+    return tuple(reason for reason, holds in properties.items() if holds)

@@ -51,7 +51,7 @@ RESPONSES: $chats background conversation include input instructions max_output_
   max_tool_calls parallel_tool_calls previous_response_id reasoning store text tool_choice tools
   top_logprobs truncation
 MESSAGES: $chats max_tokens messages system tools tool_choice tool_grammars stop_sequences thinking
-  output_config output_format context_management mcp_servers thread compaction
+  output_config output_format context_management thread
 EMBEDDINGS: model input encoding_format dimensions truncate cache_salt
 RERANK: model query documents top_n return_documents truncate max_tokens_per_doc cache_salt
 paceline: draft_tokens exact metrics specprefill specprefill_keep_pct token_sources tool_grammars
@@ -71,6 +71,7 @@ ignored RESPONSES: client_metadata stream_options context_management image acces
 ignored MESSAGES: stream_options container inference_geo speed cache_control diagnostics
   billing_policy fallbacks fallback_credit_token user_profile_id workspace_id
 unserved RESPONSES: prompt moderation
+unserved MESSAGES: compaction mcp_servers
 """
 """By row, the names of fields; those of a wire are honoured there."""
 # What stands before each row are the values with which each of its fields changes nothing where no
@@ -89,7 +90,7 @@ true: skip_special_tokens add_generation_prompt separate_reasoning stream_reason
   top_logprobs
 1: best_of n typical_p dynatemp_exponent
 0, -1: top_n_sigma
-[]: functions allowed_token_ids bad_words documents logits_processors lora stop_regex
+[]: functions allowed_token_ids bad_words documents logits_processors lora stop_regex mcp_servers
 {}: mm_processor_kwargs media_io_kwargs kv_transfer_params ec_transfer_params vllm_xargs options
   images_config video_config
 "": suffix grammar regex ebnf

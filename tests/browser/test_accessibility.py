@@ -26,6 +26,7 @@ PAGES = {
     "/": "#models",
     "/try": "main",
     "/dashboard": "article",
+    "/docs/policy.md": "article table",
     "/admin#workers": "article",
     "/admin#policy": "#history li",
     "/admin#keys": "#keys tbody tr",

@@ -14,6 +14,7 @@ POST = """async ([url, body]) => {
   const sent = { method: "POST", mode: "no-cors", headers: { "content-type": "text/plain" }, body };
   return (await fetch(url, sent)).type;
 }"""
+IS_TOO_WIDE = "element => element.scrollWidth > element.clientWidth"
 BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
 
 
@@ -115,9 +116,22 @@ async def test_the_api_reference_is_accessible_and_reads_no_key_that_another_pag
     for storage in ("sessionStorage", "localStorage"):
         assert await page.evaluate(read, storage) == "SecurityError"
     assert await page.evaluate("origin") == "null"
-    assert await accessibility_problems(page) == []
-    await page.get_by_role("link", name="Policy").click()
+    for operation in ("/v1/chat/completions", "/admin/v1/workers/{worker_id}/cordon"):
+        await page.get_by_role("button", name=operation).first.click()
+    await expect(page.locator(".opblock.is-open pre").first).to_be_visible()
+    for width in (1280, 375):
+        await page.set_viewport_size({"width": width, "height": 800})
+        await page.emulate_media(color_scheme="dark" if width == 375 else "light")
+        assert await accessibility_problems(page) == []
+        assert not await page.locator("html").evaluate(IS_TOO_WIDE)
+    await page.get_by_role("link", name="Policy", exact=True).click()
     await expect(page.locator("#active-version")).to_contain_text("is active")
+    await page.go_back()
+    await page.get_by_role("link", name="On call").click()
+    await expect(page.get_by_role("heading", name="The disk is full")).to_be_visible()
+    await page.get_by_role("link", name="upgrades").click()
+    await expect(page.get_by_role("heading", name="Upgrade")).to_be_in_viewport()
+    assert tab.errors == []
 
 
 async def test_s22_a_blind_post_from_a_page_of_another_site_reaches_no_worker(

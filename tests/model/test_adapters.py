@@ -6,6 +6,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx import nn
+from mlx_vlm.models.switch_layers import SwitchLinear
 
 from workers.demo import CHECKPOINT
 from workers.engine.model.adapter import apply_adapter
@@ -96,6 +98,44 @@ def test_an_adapter_that_does_not_fit_is_rejected_with_the_reason(
 ) -> None:
     with pytest.raises(ModelUnusable, match=reason):
         apply_adapter(checkpoint.target.model, write_adapter(**options))
+
+
+@pytest.mark.parametrize(
+    ("sides", "rank", "reason"),
+    [
+        (("lora_a", "lora_c"), RANK, "no matrix of a LoRA"),
+        (("lora_a",), RANK, "one matrix of two"),
+        (("lora_a", "lora_b"), 1025, "rank is 1025"),
+    ],
+)
+def test_tensors_that_are_no_pairs_of_an_adapter_are_rejected_with_the_reason(
+    write_adapter: Write, checkpoint: Checkpoint, sides: tuple[str, ...], rank: int, reason: str
+) -> None:
+    folder = write_adapter()
+    weight = checkpoint.target.language.model.layers[1].self_attn.q_proj.weight
+    shapes = ((weight.shape[1], rank), (rank, weight.shape[0]))
+    tensors = {
+        f"{LAYER}.{side}": mx.zeros(shape) for side, shape in zip(sides, shapes, strict=False)
+    }
+    mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
+    with pytest.raises(ModelUnusable, match=reason):
+        apply_adapter(checkpoint.target.model, folder)
+
+
+def test_an_adapter_of_experts_answers_as_their_merged_weights_do(tmp_path: Path) -> None:
+    experts = 3
+    model = nn.Module()
+    model.experts = SwitchLinear(8, 6, experts, bias=False)
+    first, second = mx.random.normal((experts, RANK, 8)), mx.random.normal((experts, 6, RANK))
+    merged = SwitchLinear(8, 6, experts, bias=False)
+    merged.weight = model.experts.weight + SCALE * (second @ first)
+    pair = {"experts.lora_a": first, "experts.lora_b": second}
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), pair)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"scale": SCALE}))
+
+    assert apply_adapter(model, tmp_path) == 1
+    rows, chosen = mx.random.normal((experts, 1, 8)), mx.arange(experts)
+    assert mx.allclose(model.experts(rows, chosen), merged(rows, chosen), atol=1e-4)
 
 
 def test_a_folder_without_an_adapter_is_rejected(tmp_path: Path, checkpoint: Checkpoint) -> None:

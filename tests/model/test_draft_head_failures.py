@@ -21,6 +21,12 @@ def head(checkpoint) -> MtpHead | None:
     return checkpoint.head
 
 
+def make_drafts_of_three_rows_costly(lane) -> None:
+    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
+        for _ in range(SAMPLES):
+            lane._decoder._draft_length.observe_cost(3, k, cost_s)
+
+
 @pytest.mark.parametrize(
     ("method", "first"),
     [("draft", 1), ("draft", 2), *(("forward", first) for first in (1, 5, 6, 11))],
@@ -88,6 +94,28 @@ def test_rare_errors_do_not_disable_the_head(make_lane, submit, head) -> None:
     assert len({tuple(result.row.answer) for result in results}) == 1
 
 
+def test_steps_without_the_head_neither_reset_its_errors_nor_store_its_acceptance_for_good(
+    make_lane, submit, ask, head
+) -> None:
+    lane = make_lane(
+        head=FailingPart(head, lambda name, _: name == "draft"), clock=itertools.count().__next__
+    )
+    make_drafts_of_three_rows_costly(lane)
+    lengths = lane._decoder._draft_length
+    for _ in range(100):
+        lengths.observe_acceptance(2, 0, [])
+    promised = lengths.promised_tokens()[2]
+    for _ in range(MAX_CONSECUTIVE_ERRORS):
+        assert lane.counters.head_healthy
+        ask(lane, "Count from 1 to 20.")
+        plain = [submit(lane, "Hello", adaptive=True, max_tokens=8) for _ in range(3)]
+        run_until_idle(lane)
+        assert {result.end.speculation.drafted for result in plain} == {0}
+
+    assert not lane.counters.head_healthy
+    assert lengths.promised_tokens()[2] > promised, "a later answer may accept more"
+
+
 def test_rows_continue_without_drafts_when_the_head_cannot_read_its_backlog(
     checkpoint, make_lane, submit, ask, head
 ) -> None:
@@ -99,9 +127,7 @@ def test_rows_continue_without_drafts_when_the_head_cannot_read_its_backlog(
         return calls_to_error == 0
 
     lane = make_lane(head=FailingPart(head, countdown), clock=itertools.count().__next__)
-    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):  # drafting does not pay for three rows
-        for _ in range(SAMPLES):
-            lane._decoder._draft_length.observe_cost(3, k, cost_s)
+    make_drafts_of_three_rows_costly(lane)
     early = [submit(lane, question, adaptive=True) for question in QUESTIONS[1:]]
     for _ in range(8):
         lane.step()

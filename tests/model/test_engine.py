@@ -26,7 +26,6 @@ from workers.engine.types import (
     Prompt,
 )
 
-GREEDY = Sampling(temperature=0)
 ENDLESS = Sampling(
     temperature=0,
     logit_bias=tuple((int(token), float(bias)) for token, bias in SUPPRESS_END_TOKENS.items()),
@@ -35,16 +34,6 @@ ENDLESS = Sampling(
 
 def make_generation(engine: Engine, question: str = "Hello", **changes: Any) -> Generation:
     return generation_for(engine, question, **{"max_tokens": 40, **changes})
-
-
-async def test_concurrent_answers_equal_single_answers_in_both_lanes(engine: Engine) -> None:
-    questions = ["Hello", "Count from 1 to 20.", "Tell me a story.", "What is 2 + 2?"]
-    generations = [make_generation(engine, q, lane=lane) for q in questions for lane in LaneName]
-    one_by_one = [(await collect(engine, generation))[0] for generation in generations]
-
-    together = await asyncio.gather(*(collect(engine, generation) for generation in generations))
-
-    assert one_by_one == [text for text, _ in together]
 
 
 async def test_a_seed_determines_the_text_and_no_seed_varies_it(engine: Engine) -> None:

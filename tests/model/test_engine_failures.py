@@ -11,7 +11,7 @@ from paceline.request.profile import Sampling
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import assert_matches_reference
-from workers.engine.decode.prefill import Prefill, prefill_chunk, start_prefill
+from workers.engine.decode.prefill import Prefill, forward_chunk, start_prefill
 from workers.engine.lane.thread import EngineThread
 from workers.engine.prefix.cache import PrefixCache
 from workers.engine.types import (
@@ -68,20 +68,6 @@ def test_a_row_that_cannot_join_ends_and_the_batch_continues(
     assert lane.counters.report().bypass_counts == {}
 
 
-def test_a_sampled_row_is_unaffected_by_a_failed_row_in_its_batch(make_lane, submit, ask) -> None:
-    sampling = Sampling(temperature=0.8, top_p=0.95)
-    single_lane, lane = make_lane(LaneName.VLM), make_lane(LaneName.VLM)
-    expected = ask(single_lane, "Tell me a story.", sampling=sampling, seed=7)
-    continued = submit(lane, "Tell me a story.", sampling=sampling, seed=7)
-    for _ in range(6):
-        lane.step()
-    failing = ask(lane, "Hello", sampling=POISON)
-
-    assert isinstance(failing.end, GenerationFailed)
-    assert continued.row.answer == expected.row.answer
-    assert continued.text == expected.text
-
-
 def test_a_prompt_whose_placeholders_do_not_match_its_pictures_is_rejected(
     make_lane, submit, prompt_renderer
 ) -> None:
@@ -125,7 +111,7 @@ def test_a_repeated_prefill_of_a_picture_uses_the_same_positions(
         row.prompt, row.answer = prepared, answer
         prefill = start_prefill(row, target, None, PrefixCache(0))
         while not prefill.complete:
-            prefill_chunk(prefill, target, 64)
+            forward_chunk(prefill, target, 64)
         return prefill
 
     answer = list(range(30, 42))
@@ -154,22 +140,6 @@ def test_only_the_row_whose_text_cannot_be_decoded_ends(checkpoint, make_lane, s
     assert isinstance(failing.end, GenerationFailed)
     assert_matches_reference(checkpoint, *healthy)
     assert lane.counters.report().speculation.errors == 0
-
-
-def test_a_lane_that_cannot_compute_one_token_raises(make_lane, submit, checkpoint) -> None:
-    failed = False
-    target = FailingPart(checkpoint.target, lambda *_: failed)
-    lane = make_lane(target=target)
-    running = submit(lane, "Count from 1 to 20.")
-    for _ in range(3):
-        lane.step()
-    failed = True
-    rejected = submit(lane, "Hello")
-
-    with pytest.raises(RuntimeError, match="forward"):
-        run_until_idle(lane)
-    assert isinstance(rejected.end, GenerationFailed)
-    assert running.end is None, "the engine ends it when it closes the lane"
 
 
 def test_an_engine_whose_device_failed_ends_its_thread_and_every_answer(

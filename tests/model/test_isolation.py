@@ -36,7 +36,6 @@ from workers.engine.text.tokenizer import PromptRenderer
 from workers.engine.types import LaneName, Picture, Prompt, SpecPrefillOptions, SpecPrefillSettings
 
 RED = Caller(key="key-1", team="red")
-RED_TOO = Caller(key="key-2", team="red")
 BLUE = Caller(key="key-3", team="blue")
 HASHER = PrefixHasher(b"join token")
 SAMPLED = Sampling(temperature=0.9, top_p=0.95)
@@ -179,18 +178,6 @@ def test_c8_a_team_gets_the_answers_of_a_worker_that_another_team_never_used(
     unused = new_worker()
     for question in attempts(BLUE, secret, kind=kind):
         assert worker.ask(question) == unused.ask(question)
-
-
-@pytest.mark.parametrize("isolation", ["team", "key"])
-def test_c8_keys_of_a_team_share_a_prompt_only_if_the_policy_isolates_teams(
-    new_worker: Callable[..., Worker], isolation: Isolation
-) -> None:
-    worker = new_worker()
-    cached = [
-        worker.ask(Question(caller=caller, system=SYSTEMS["long"], isolation=isolation))[0]
-        for caller in (RED, RED_TOO, BLUE)
-    ]
-    assert [answer.cached_tokens > 0 for answer in cached] == [False, isolation == "team", False]
 
 
 def test_c8_files_of_one_team_change_no_answer_of_another_after_a_restart(

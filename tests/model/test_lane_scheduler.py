@@ -21,17 +21,6 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("draft_tokens", [0, 1, 2, 3, 4])
-def test_every_row_of_a_full_batch_gets_its_greedy_reference_answer(
-    checkpoint, make_lane, submit, draft_tokens
-) -> None:
-    lane = make_lane(draft_tokens=draft_tokens)
-    results = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS]
-    run_until_idle(lane)
-
-    assert_matches_reference(checkpoint, *results)
-
-
 def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
     checkpoint, make_lane, submit, monkeypatch
 ) -> None:
@@ -81,19 +70,6 @@ def test_the_first_interval_of_a_full_lane_is_that_of_all_its_slots(make_lane, s
         lane.step()
     assert lane.queue_place(row.generation) == (1, 10.0)
     run_until_idle(lane)
-
-
-def test_a_new_row_joins_while_other_rows_decode(make_lane, submit) -> None:
-    lane = make_lane()
-    early = [submit(lane, question, max_tokens=200) for question in QUESTIONS[2:4]]
-    for _ in range(4):
-        lane.step()
-    late = submit(lane, "Hello")
-    for _ in range(2):
-        lane.step()
-
-    assert late.row.answer, "the new row has its first token after one chunk"
-    assert lane.running_rows > 1 or all(result.end for result in early)
 
 
 def test_a_long_prompt_delays_the_other_rows_by_one_chunk_at_a_time(make_lane, submit) -> None:
@@ -222,15 +198,3 @@ def test_several_choices_count_their_prompt_once(make_lane, submit, ask) -> None
     assert report.bypass_counts == {"multiple_choices": 1}
     assert (report.requests, report.prompt_tokens) == (1, len(first.row.prompt.tokens))
     assert report.completion_tokens == len(first.row.answer) + len(second.row.answer)
-
-
-def test_only_the_row_with_an_invalid_prompt_fails(make_lane, submit) -> None:
-    lane = make_lane()
-    healthy = submit(lane, "Hello")
-    failing = submit(lane, "Hello")
-    failing.row.prompt = type(failing.row.prompt)(tokens=(1,))
-    object.__setattr__(failing.row.prompt, "tokens", ("no number",))
-    run_until_idle(lane)
-
-    assert isinstance(healthy.end, Finished)
-    assert type(failing.end).__name__ == "GenerationFailed"

@@ -44,19 +44,6 @@ def test_the_estimate_of_windowed_layers_matches_their_rings(checkpoint) -> None
         assert used_bytes == estimate.row_cache_bytes(capacity(tokens + 1))
 
 
-def test_a_row_that_does_not_fit_into_the_memory_waits_and_then_runs(make_lane, submit) -> None:
-    one_row = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=600)
-    lane = make_lane(memory=one_row)
-    results = [submit(lane, "Hello", max_tokens=12) for _ in range(3)]
-    most = 0
-    while lane.busy:
-        lane.step()
-        most = max(most, lane.running_rows)
-
-    assert most == 2
-    assert all(isinstance(result.end, Finished) for result in results)
-
-
 def test_every_row_of_a_batch_uses_the_memory_of_its_longest_row() -> None:
     estimate = MemoryEstimate(token_bytes=2, row_bytes=10, room_bytes=0)
 

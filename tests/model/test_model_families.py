@@ -16,7 +16,6 @@ from workers.engine.startup.probes import probe_shared_rows
 from workers.engine.startup.self_test import warm_up
 from workers.engine.types import EngineSettings, LaneName, ModelUnusable
 
-SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]
 ANSWER_TOKENS = 12
 

@@ -206,11 +206,12 @@ def test_a_head_of_the_published_layout_drafts_as_the_pass_in_numpy(tmp_path, na
     expected = reference.forward(following, np.array(hidden[0]))
     assert np.abs(np.array(actual[0]) - expected).max() < 1e-3 * np.abs(expected).max()
 
-    drafts = [head.draft(state)]
+    whole = mx.zeros((1, 0), dtype=mx.int32)
+    drafts = [head.draft(state, whole)]
     while len(drafts) < DRAFT_TOKENS:
         position = positions[:, -1:] + len(drafts)
         state = head.forward(drafts[-1][:, None], state, caches, position)
-        drafts.append(head.draft(state))
+        drafts.append(head.draft(state, whole))
     assert [each.item() for each in drafts] == reference.draft(following, np.array(hidden[0]))
 
 

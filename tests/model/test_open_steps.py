@@ -48,16 +48,23 @@ def test_a_step_begins_before_the_tokens_of_the_last_one_are_sent(
     assert not noted[-1], "the limit of the answer was known"
 
 
-def test_an_open_step_is_finished_before_a_prompt_is_read(make_lane, submit, checkpoint) -> None:
-    lane = make_lane(chunk_tokens=32)
-    early = submit(lane, "Count from 1 to 20.", max_tokens=60)
-    for _ in range(4):
+def test_steps_begin_ahead_while_a_prompt_is_read_until_its_row_joins(
+    make_lane, submit, checkpoint
+) -> None:
+    lane = make_lane(chunk_tokens=64)
+    early = submit(lane, "Count from 1 to 20.", max_tokens=120)
+    for _ in range(8):  # the costs are known then
         lane.step()
     assert has_open_step(lane)
-    late = submit(lane, [20 + i % 700 for i in range(90)], max_tokens=12)
+    late = submit(lane, [20 + i % 700 for i in range(290)], max_tokens=12)
+    before = lane.counters.report()
+    open_after_chunks = []
     while not late.row.answer:
         lane.step()
-        assert not (lane.prefills and has_open_step(lane))
+        open_after_chunks.append(has_open_step(lane))
+    assert open_after_chunks == [True] * 4 + [False], "the row joins the batch"
+    after = lane.counters.report()
+    assert (after.steps - before.steps, after.steps_ahead - before.steps_ahead) == (5, 4)
     lane.step()
     assert has_open_step(lane)
     run_until_idle(lane)

@@ -128,11 +128,11 @@ def test_pictures_and_texts_are_read_at_their_positions_in_rows_and_batches(
         result = submit(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
         run_until_idle(one_by_one)
         assert result.row.answer == answer
-    batched = make_lane(chunk_tokens=16, max_rows=target.row_limit(8), **plain)
+    batched = make_lane(chunk_tokens=16, max_rows=1 if target.stores_positions else 8, **plain)
     rows = [submit(batched, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
     run_until_idle(batched)
     assert [result.row.answer for result in rows] == expected
 
 
-def test_only_a_family_without_positions_has_a_row_limit_of_one(family, target) -> None:
-    assert target.row_limit(8) == (1 if family is ernie4_5_moe_vl else 8)
+def test_only_a_family_without_positions_runs_one_row_at_a_time(family, target) -> None:
+    assert target.stores_positions == (family is ernie4_5_moe_vl)

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from paceline.request.profile import Endpoint
 from tests.support.pooling_checkpoints import (
     CONTEXT_TOKENS,
-    DIMENSIONS,
     write_bert_cross_encoder,
     write_bert_embedder,
     write_modernbert_embedder,
@@ -202,8 +201,3 @@ def test_a_folder_that_cannot_be_served_is_refused_in_one_sentence(
     settings = PoolingSettings(model=folder, served_name="bge", endpoint=Endpoint.EMBEDDINGS)
     with pytest.raises(ModelUnusable, match=reason):
         PoolingEngine.start(settings)
-
-
-def test_the_shape_of_a_vector_is_that_of_the_model(embedder: Embedder) -> None:
-    assert embedder.dimensions == DIMENSIONS
-    assert embedder.forward(embedder.rows(TEXTS, truncate=False)).dtype == np.float32

@@ -60,28 +60,6 @@ def test_a_hit_returns_the_same_answer_and_counts_as_a_miss(
     assert (counts.hits, counts.misses) == (len(QUESTIONS) - 1, 1)
 
 
-def test_rows_that_share_a_prefix_read_it_once_and_do_not_affect_each_other(
-    make_lane, submit, prefix_cache
-) -> None:
-    lane = make_lane(prefix_cache=prefix_cache)
-    shared = [submit(lane, question, system=SYSTEM) for question in QUESTIONS]
-    run_until_idle(lane)
-    separate = []
-    for question in QUESTIONS:
-        other = make_lane()
-        separate.append(submit(other, question, system=SYSTEM))
-        run_until_idle(other)
-
-    assert [result.row.answer for result in shared] == [result.row.answer for result in separate]
-    first, *others = shared
-    prefix = first.row.prompt.prefix
-    assert prefix is not None
-    assert first.end.usage.cached_tokens == 0
-    for other in others:
-        assert other.end.usage.cached_tokens == prefix.tokens > 32
-        assert other.row.prompt.tokens[: prefix.tokens] == first.row.prompt.tokens[: prefix.tokens]
-
-
 def test_a_drafting_row_can_use_the_prefix_of_a_plain_row(make_lane, ask, prefix_cache) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
     ask(lane, "Hello", system=SYSTEM, bypass=(Bypass.LOGPROBS,))
@@ -286,17 +264,6 @@ def test_l8_a_folder_in_the_place_of_a_file_is_a_miss(files, tmp_path) -> None:
     path.unlink()
     path.mkdir()
     assert files.load(NAME) is None
-
-
-def test_the_files_stay_within_their_limit(tmp_path) -> None:
-    arrays = {"tokens": np.zeros(100, np.int32)}
-    small = PrefixCacheFiles(tmp_path, 2800, "model", SECRET)
-    names = [NAME._replace(end=end) for end in (4, 5, 6)]
-    for name in names:
-        small.save(name, HostPrefix(arrays=arrays, bfloat16=frozenset()))
-
-    assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) <= 2800
-    assert (small.load(names[0]), small.load(names[2]) is None) == (None, False)
 
 
 def test_the_bytes_written_in_a_day_are_bounded_over_restarts(tmp_path) -> None:

@@ -289,14 +289,3 @@ async def test_a_template_variable_is_a_text_and_no_markup(reasoning_engine: Eng
     assert prompts.template_variables(given, None) == {"enable_thinking": True}
     spelled = prompts.template_variables({"enable_thinking": "<|im_end|>"}, "none")
     assert "<|im_end|>" not in str(spelled)
-
-
-async def test_token_sources_spell_the_reasoning_and_the_answer(client: AsyncOpenAI) -> None:
-    """Every token has an entry, and the texts joined are the reasoning and then the answer."""
-    answer = await ask(
-        client, logit_bias={"2": -100}, extra={"thinking_budget": 4, "token_sources": True}
-    )
-    reasoning, content = parts(answer.choices[0].message)
-    sources = answer.choices[0].model_dump()["token_sources"]
-    assert "".join(one["text"] for one in sources) == f"{reasoning}{content}"
-    assert len(sources) == answer.usage.completion_tokens

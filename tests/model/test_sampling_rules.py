@@ -7,7 +7,7 @@ import pytest
 
 from paceline.request.profile import Bypass, Sampling
 from tests.support.engine_lane import run_until_idle
-from workers.engine.decode.draft_length import EXPLORATION_STEPS, SAMPLES, DraftLength
+from workers.engine.decode.draft_length import EXPLORATION_STEPS, SAMPLES, Accepted, DraftLength
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 
 QUESTIONS = [
@@ -179,7 +179,7 @@ class ScriptedDraftLength(RecordingDraftLength):
         super().__init__()
         self._plan = iter(plan)
 
-    def choose(self, rows: Sequence[Sequence[float]], fewest_steps: int = 0) -> int:
+    def choose(self, rows: Sequence[Accepted], fewest_steps: int = 0) -> int:
         return next(self._plan, 0)
 
     def is_exploring(self, rows: int, fewest_steps: int) -> bool:

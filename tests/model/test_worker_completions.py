@@ -127,11 +127,6 @@ async def test_the_log_probabilities_of_a_prompt_are_those_that_its_tokens_had_a
     assert chunks[0].choices[0].logprobs == logprobs
 
 
-async def test_a_completion_of_no_tokens_has_no_text(complete: Complete) -> None:
-    (choice,) = (await complete(max_tokens=0)).choices
-    assert (choice.text, choice.finish_reason) == ("", "length")
-
-
 async def test_a_token_outside_the_vocabulary_is_a_400_that_names_the_prompt(complete) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await complete(prompt=[1, 10_000_000])

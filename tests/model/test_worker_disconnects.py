@@ -1,7 +1,4 @@
-"""A client that disconnects cancels its generations, streamed or not.
-
-`test_client_disconnect.py` does so with a real engine, behind a gateway.
-"""
+"""A client that disconnects cancels its generations, streamed or not."""
 
 import asyncio
 import json

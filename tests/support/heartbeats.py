@@ -15,8 +15,14 @@ _INTERVAL_S = 1.0
 
 @contextlib.contextmanager
 def send_heartbeats(gateway: RunningGateway, worker: ScriptedWorker) -> Iterator[None]:
-    """Let a worker join and send heartbeats while the context lasts."""
-    with repeated(lambda: gateway.send_heartbeat(worker)):
+    """Let a worker join and send heartbeats, with what it reports if asked, in the context."""
+
+    def send_heartbeat() -> httpx.Response:
+        asked = worker.status_report
+        report = asked.model_dump(exclude={"boot_id"}) if asked else {}
+        return gateway.send_heartbeat(worker, **report)
+
+    with repeated(send_heartbeat):
         yield
 
 

@@ -11,8 +11,6 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     max_leaves=10,
 )
 """Without null, which removes a field in a patch."""
-
-
 ODD: tuple[Any, ...] = (7, True, "x", [7], {"a": []}, [[]], [None], {"type": []}, 10**400, 1e999)
 
 

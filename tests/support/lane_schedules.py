@@ -160,7 +160,7 @@ class ScheduleRunner:
             )
             assert is_near_tie(self._checkpoint, row.prompt.tokens, answer, expected)
             stats["near ties"] += 1
-        ended, by_string = row.finish_reason, row.text.stopped
+        ended, by_string = row.finish_reason, row.text.stopped_by is not None
         stats.update(
             {
                 "rows": 1,
@@ -201,7 +201,7 @@ class ScheduleRunner:
             if token in self._checkpoint.eos:
                 return tokens, text + stream.flush(), FinishReason.STOP
             text += stream.push(token)
-            if stream.stopped:
+            if stream.stopped_by is not None:
                 return tokens, text, FinishReason.STOP
             if len(tokens) == scheduled.row.max_tokens:
                 return tokens, text + stream.flush(), FinishReason.LENGTH

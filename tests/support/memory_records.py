@@ -10,6 +10,7 @@ class MemoryRecords(FileRecords):
 
     def __init__(self) -> None:
         self.texts: TextsByKind = {}
+        self.readers = []
 
     async def all(self, kind: str) -> Mapping[str, str]:
         return dict(self.texts.get(kind, {}))

@@ -33,13 +33,11 @@ from workers.server.runtime import Worker
 
 CARD = ModelCard(
     model="scripted",
-    family="scripted",
     lanes=(LaneName.TEXT_MTP, LaneName.VLM),
     context_tokens=4096,
     vision=True,
     parameters=0,
     weights_bytes=0,
-    native_verify=True,
     mtp=True,
     looks_up=False,
     mtp_unavailable_reason=None,

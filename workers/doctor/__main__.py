@@ -7,15 +7,17 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from paceline.command_line import CONTEXT, Command, seconds_from
-from paceline.protocol import ExitCode, StartProgress
+from paceline.protocol import ExitCode, StartProgress, StartStage
 from paceline.terminal import StartDisplay, configure_logging, printable
 from workers.command_line import restart_with_blas, run_command
 
@@ -117,23 +119,13 @@ def _examine(named: str, mtp: str, seconds: float) -> Report:
     metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
     machine = inspect_machine(mx.device_info(), metal=metal)
     mx.reset_peak_memory()
-    display, begun_s = StartDisplay(sys.stderr, "Measuring"), time.monotonic()
     done, steps = itertools.count(), steps_of(engine)
-
-    def show_step() -> None:
-        elapsed_s = time.monotonic() - begun_s
-        display.show(
-            StartProgress(stage="steps", done=next(done), total=steps, elapsed_s=elapsed_s)
-        )
-
-    try:
-        session = Session(engine, until_s=time.perf_counter() + seconds, on_step=show_step)
-        measured = measure_all(session)
-    finally:
-        display.close()
+    with _progress("Measuring") as show:
+        until_s = time.perf_counter() + seconds
+        measured = measure_all(Session(engine, until_s, lambda: show("steps", next(done), steps)))
     model = Model(
         name=source.served_name,
-        family=card.family,
+        family=engine.checkpoint.family,
         parameters=card.parameters,
         weights_bytes=card.weights_bytes,
         context_tokens=card.context_tokens,
@@ -156,16 +148,8 @@ def _load(source: ModelSource, head: ModelSource | None) -> tuple[Engine, float]
     from workers.engine.engine import load_engine  # noqa: PLC0415
     from workers.engine.types import EngineSettings, LaneName  # noqa: PLC0415
 
-    display, begun_s = StartDisplay(sys.stderr), time.monotonic()
-
-    def show(stage: str, done: int, total: int) -> None:
-        elapsed_s = time.monotonic() - begun_s
-        display.show(StartProgress(stage=stage, done=done, total=total, elapsed_s=elapsed_s))
-
-    def downloaded(done: int, total: int) -> None:
-        show("download", done, total)
-
-    try:
+    with _progress() as show:
+        downloaded = partial(show, StartStage.DOWNLOAD)
         folder = source.fetch(downloaded)
         head_folder = head.fetch(downloaded) if head else None
         loading_s = time.monotonic()
@@ -178,9 +162,22 @@ def _load(source: ModelSource, head: ModelSource | None) -> tuple[Engine, float]
             prefix_cache_bytes=0,
         )
         engine = load_engine(settings, show)
+    return engine, time.monotonic() - loading_s
+
+
+@contextmanager
+def _progress(*title: str) -> Iterator[Callable[[str, int, int], None]]:
+    """Yield what shows a stage, what of it is done, and its total."""
+    display, begun_s = StartDisplay(sys.stderr, *title), time.monotonic()
+
+    def show(stage: str, done: int, total: int) -> None:
+        elapsed_s = time.monotonic() - begun_s
+        display.show(StartProgress(stage=stage, done=done, total=total, elapsed_s=elapsed_s))
+
+    try:
+        yield show
     finally:
         display.close()
-    return engine, time.monotonic() - loading_s
 
 
 if __name__ == "__main__":

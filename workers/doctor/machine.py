@@ -1,7 +1,5 @@
 """What this machine is: chip, memory, limits, versions, and whether it may use its network."""
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -4,8 +4,6 @@ Rounds are those of the lane that serves requests. Every measurement has a share
 that does not suffice for is skipped, and the report says so.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,13 +18,7 @@ from workers.engine.decode.row import Row
 from workers.engine.engine import Engine
 from workers.engine.lane.scheduler import LaneScheduler
 from workers.engine.startup.self_test import QUESTIONS, chat_prompt, greedy_row
-from workers.engine.types import (
-    Delta,
-    EngineError,
-    Event,
-    Finished,
-    Prompt,
-)
+from workers.engine.types import Delta, EngineError, Event, Finished, Prompt
 
 ROWS = (1, 2, 4, 8)
 ANSWER_TOKENS = 48

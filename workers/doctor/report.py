@@ -1,7 +1,5 @@
 """The report of `paceline doctor`: what was measured, as JSON and as text, and what follows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """Engine: load a model with its lanes, generate answers, report counts, stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets
@@ -15,7 +13,7 @@ from functools import partial
 from mlx.utils import tree_flatten
 
 from paceline.drain_rate import QueuePlace
-from paceline.protocol import ANSWER_FIELD, LaneReport, StartStage
+from paceline.protocol import LaneReport, StartStage
 from paceline.request.profile import Bypass
 from workers.engine import types
 from workers.engine.decode.draft_length import RUN_LENGTHS
@@ -36,10 +34,10 @@ from workers.engine.lane.sparse_prefill import load_sparse_prefill
 from workers.engine.lane.thread import EngineThread, ThreadedEngine
 from workers.engine.model.checkpoint import Checkpoint, limit_context, load_checkpoint
 from workers.engine.model.device import (
-    compiles_quickly,
     limit_freed_buffers,
     limit_memory,
     memory_limit_bytes,
+    on_cpu,
 )
 from workers.engine.model.model_folder import refusing
 from workers.engine.model.mtp_head import HeadUnusable
@@ -56,8 +54,7 @@ from workers.engine.startup.probes import (
 )
 from workers.engine.startup.self_test import HeadHealth, settle_head, warm_up
 from workers.engine.text.grammar import GrammarCompiler
-from workers.engine.text.long_text import in_turn
-from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.text.tokenizer import PromptRenderer
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +110,7 @@ class Engine(ThreadedEngine):
     @classmethod
     def start(
         cls, settings: types.EngineSettings, progress: types.ProgressSink = lambda *_: None
-    ) -> Engine:
+    ) -> "Engine":
         """Load the model on a new thread and serve it; raise `ModelUnusable` if that fails.
 
         Blocks until the weights are in memory and the MTP head has been tested.
@@ -264,28 +261,26 @@ class Engine(ThreadedEngine):
             raise types.InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
         return lane
 
-    async def _prepare(self, generation: types.Generation) -> PreparedPrompt:
-        limit = generation.prompt_limit
-        if limit is not None and limit < 0:  # leave room for one token of the answer
-            limit = min(self.card.context_tokens, self.admission.memory.max_row_tokens()) - 1
-        read = partial(self.prompts.prepare, generation.prompt, limit)
-        prompt = await in_turn(len(generation.prompt.text), read)
-        if generation.exact:  # what the prefix cache holds may have been read in other chunks
-            prompt = replace(prompt, scope=None)
-        return prompt
-
     async def _make_row(
         self, generation: types.Generation, lane: LaneScheduler, sink: EventSink
     ) -> Row:
-        prompt = await self._prepare(generation)
-        room = self._validate(generation, prompt)
-        max_tokens = generation.max_tokens
-        if max_tokens is None:
-            max_tokens = self.checkpoint.default_max_tokens or room
-        max_tokens = min(max_tokens, room)
-        tokens = len(prompt.tokens) + generation.choices * max_tokens + generation.further_tokens
-        if generation.token_limit is not None and tokens > generation.token_limit:
-            raise types.TokenLimitExceeded(tokens)
+        """Return a row to run; raise an `EngineError` if it can never be answered."""
+        context, longest = self.card.context_tokens, self.admission.memory.max_row_tokens()
+        prompt = await self.prompts.read(generation, min(context, longest))
+        if generation.exact:  # what the prefix cache holds may have been read in other chunks
+            prompt = replace(prompt, scope=None)
+        prompt.check(context, self.checkpoint.vocabulary)
+        count = len(prompt.tokens)
+        if count >= longest:
+            raise types.InvalidGeneration(
+                "messages",
+                f"The prompt has {count} tokens; this machine's memory holds {longest}.",
+                code="prompt_exceeds_memory",
+            )
+        generation.check_tokens(self.checkpoint.vocabulary)
+        max_tokens = generation.answer_limit(
+            count, min(context, longest) - count, self.checkpoint.default_max_tokens
+        )
         bypass, requested = lane.bypass_reasons(generation), generation.draft_tokens
         draft_tokens = self.settings.draft_tokens if requested is None else requested
         with_head = lane.has_head and Bypass.HEAD_UNHEALTHY not in bypass
@@ -322,34 +317,6 @@ class Engine(ThreadedEngine):
             )
         return row
 
-    def _validate(self, generation: types.Generation, prompt: PreparedPrompt) -> int:
-        """Raise `InvalidGeneration` if the request can never run; return the room for its answer.
-
-        The room is in tokens, limited by the context window and by the memory for one row.
-        """
-        count, vocabulary = len(prompt.tokens), self.checkpoint.vocabulary
-        context, longest = self.card.context_tokens, self.admission.memory.max_row_tokens()
-        prompt.check(context, vocabulary)
-        if count >= longest:
-            raise types.InvalidGeneration(
-                "messages",
-                f"The prompt has {count} tokens; this machine's memory holds {longest}.",
-                code="prompt_exceeds_memory",
-            )
-        given = generation.given.steps if generation.given else ()
-        named = {
-            "logit_bias": [token for token, _ in generation.sampling.logit_bias],
-            "stop_token_ids": generation.stop_tokens,
-            ANSWER_FIELD: [token for step in given for token in step.tokens],
-        }
-        for field_name, tokens in named.items():
-            unknown = next((token for token in tokens if token >= vocabulary), None)
-            if unknown is not None:
-                raise types.InvalidGeneration(
-                    field_name, f"Token {unknown} is not in the vocabulary."
-                )
-        return min(context, longest) - count
-
 
 def load_engine(
     settings: types.EngineSettings,
@@ -385,10 +352,9 @@ def load_engine(
         limit_bytes = memory.room_bytes // 4
     limit_bytes = min(limit_bytes, memory.room_bytes // 2)
     prefix_cache = PrefixCache(limit_bytes, quantized=settings.prefix_cache_quantized)
+    max_rows = 1 if target.stores_positions else settings.max_rows
     parts = EngineParts(
-        settings=replace(
-            settings, draft_tokens=draft_tokens, max_rows=target.row_limit(settings.max_rows)
-        ),
+        settings=replace(settings, draft_tokens=draft_tokens, max_rows=max_rows),
         checkpoint=checkpoint,
         prompts=PromptRenderer(checkpoint.processor, checkpoint.context_tokens),
         admission=Admission(target, memory, prefix_cache, monitor),
@@ -429,7 +395,8 @@ def _probe(checkpoint: Checkpoint, draft_tokens: int) -> int:
         return 0
     if draft_tokens:
         target.native_verify = probe_native_verify(target)
-    if not target.compiles.plain and compiles_quickly():
+    # On a CPU each fused kernel takes a C++ compiler a second, and some families have a hundred.
+    if not target.compiles.plain and not on_cpu():
         target.compiles = probe_compiled_passes(target)
     return draft_tokens if target.native_verify or checkpoint.head is not None else 0
 
@@ -462,13 +429,11 @@ def _describe(
     reports = [lane.counters.report() for lane in parts.lanes]
     return types.ModelCard(
         model=settings.served_name,
-        family=checkpoint.family,
         lanes=tuple(lane.name for lane in parts.lanes),
         context_tokens=checkpoint.context_tokens,
         vision=prompts.has_vision,
         parameters=sum(array.size for array in parameters),
         weights_bytes=sum(array.nbytes for array in parameters),
-        native_verify=checkpoint.target.native_verify,
         mtp=health is not None and health.healthy,
         looks_up=any(lane.looks_up for lane in parts.lanes),
         mtp_unavailable_reason=health.description

@@ -5,8 +5,6 @@ batch with rows that are at least half as long: so little of it is padding, jobs
 small one never waits for the end of a large one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -122,15 +120,16 @@ class PoolingLane:
         speed = self._speed.tokens_per_s or _UNMEASURED_TOKENS_PER_S
         return max(1.0, self._pending_tokens / speed)
 
-    def add(self, row: Job) -> None:
+    def add(self, job: Job) -> None:
         """Queue a job."""
         self._open_jobs += 1
-        self._pending_tokens += row.tokens
-        self._jobs.append(row)
+        self._pending_tokens += job.tokens
+        self._jobs.append(job)
 
     def step(self) -> None:
         """Compute one batch; raise if the model fails for one token too."""
-        self._drop_cancelled()
+        for job in [job for job in self._jobs if job.cancelled]:
+            self._end(job, types.GenerationFailed())
         if not self._jobs:
             return
         batch = self._next_batch()
@@ -189,10 +188,6 @@ class PoolingLane:
         self._jobs.rotate(-1)
         return batch
 
-    def _drop_cancelled(self) -> None:
-        for job in [job for job in self._jobs if job.cancelled]:
-            self._end(job, types.GenerationFailed())
-
     def _end(self, job: Job, error: types.EngineError | None) -> None:
         self._jobs.remove(job)
         self._open_jobs -= 1
@@ -226,7 +221,6 @@ class PoolingEngine(ThreadedEngine):
         parameters = [array for _, array in tree_flatten(model.module.parameters())]
         self.card = types.PoolingCard(
             model=settings.served_name,
-            family=str(model.module.config.model_type),
             lanes=(model.endpoint.value,),
             context_tokens=model.context_tokens,
             parameters=sum(array.size for array in parameters),
@@ -237,7 +231,7 @@ class PoolingEngine(ThreadedEngine):
     @classmethod
     def start(
         cls, settings: PoolingSettings, progress: types.ProgressSink = lambda *_: None
-    ) -> PoolingEngine:
+    ) -> "PoolingEngine":
         """Load the model on a new thread and serve it; raise `ModelUnusable` if that fails."""
         thread = EngineThread()
 

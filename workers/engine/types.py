@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from paceline.protocol import DraftSource, SamplingDefaults, Speculation, StartStage
+from paceline.protocol import ANSWER_FIELD, DraftSource, SamplingDefaults, Speculation, StartStage
 from paceline.request.constraint import Constraint
 from paceline.request.profile import Bypass, Sampling
 
@@ -156,6 +156,31 @@ class Generation:
     """Whether another choice of the same request already counts the prompt."""
     bypass: tuple[Bypass, ...] = ()
     """Reasons not to speculate, counted in the lane's `bypass_counts`; empty if there are none."""
+
+    def check_tokens(self, vocabulary: int) -> None:
+        """Raise `InvalidGeneration` for a token, beside those of the prompt, that no model has."""
+        given = self.given.steps if self.given else ()
+        named = {
+            "logit_bias": [token for token, _ in self.sampling.logit_bias],
+            "stop_token_ids": self.stop_tokens,
+            ANSWER_FIELD: [token for step in given for token in step.tokens],
+        }
+        for name, tokens in named.items():
+            unknown = next((token for token in tokens if token >= vocabulary), None)
+            if unknown is not None:
+                raise InvalidGeneration(name, f"Token {unknown} is not in the vocabulary.")
+
+    def answer_limit(self, prompt_tokens: int, room: int, default: int | None) -> int:
+        """Return the most tokens of the answer, of which `room` fit and `default` is the model's.
+
+        Raise `TokenLimitExceeded` if the request may then need more than it is allowed.
+        """
+        wanted = (default or room) if self.max_tokens is None else self.max_tokens
+        limit = min(wanted, room)
+        tokens = prompt_tokens + self.choices * limit + self.further_tokens
+        if self.token_limit is not None and tokens > self.token_limit:
+            raise TokenLimitExceeded(tokens)
+        return limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,7 +425,6 @@ class Card:
     """Description of the model of any worker."""
 
     model: str
-    family: str
     lanes: tuple[str, ...]
     context_tokens: int
     parameters: int
@@ -435,14 +459,12 @@ class ModelCard(Card):
     """Description of the model that an engine serves."""
 
     lanes: tuple[LaneName, ...]
-    native_verify: bool
-    """Whether the target verifies a draft in one forward pass; token by token never pays."""
-    mtp: bool
-    looks_up: bool
+    mtp: bool = False
+    looks_up: bool = False
     """Whether prompt lookup drafts."""
     mtp_unavailable_reason: str | None
-    draft_tokens_requested: int
-    draft_tokens_effective: int
+    draft_tokens_requested: int = 0
+    draft_tokens_effective: int = 0
     spec_prefill: str | None = None
     """Phrase on how long prompts are read; None if no draft model is configured."""
 

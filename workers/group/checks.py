@@ -1,12 +1,11 @@
 """What a group cannot do, found before it loads hundreds of gigabytes: splits, memory, requests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.request.constraint import Constraint
+from workers.engine.model.checkpoint import TEXT_CONFIGS
 from workers.engine.types import Generation, InvalidGeneration, ModelUnusable
 from workers.group.hosts import Hosts
 from workers.group.rank import RankFacts
@@ -16,7 +15,6 @@ from workers.settings import Split
 _MARGIN = 1.1
 """Memory that a rank needs, to that of its weights: caches and activations come on top."""
 _MAX_TOP_LOGPROBS = 11
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def choose_split(folder: Path, config: dict[str, Any], ranks: int, split: Split | None) -> Split:
@@ -46,7 +44,7 @@ def _tensor_problem(model: Any, config: dict[str, Any], ranks: int) -> str:
     """Return why the ranks cannot have a part of each layer; empty if they can."""
     if not hasattr(model, "shard"):
         return "mlx-lm cannot shard this family"
-    parts = [config, *(config.get(name) for name in _TEXT_CONFIGS)]
+    parts = [config, *(config.get(name) for name in TEXT_CONFIGS)]
     heads = {
         name: count
         for part in parts

@@ -5,8 +5,6 @@ its client leaves; a seeded request runs alone there and cannot be stopped on al
 it is read to its end. The group dies with any of its ranks, and starts again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -26,8 +24,7 @@ from workers.engine.decode.row import Row
 from workers.engine.model.checkpoint import ModelFacts, limit_context, read_facts
 from workers.engine.model.model_folder import check_folder, forbid_code, refusing
 from workers.engine.prefix.transfer import PrefixOffer, PrefixQuery, PrefixSource, TransferFailed
-from workers.engine.text.long_text import in_turn
-from workers.engine.text.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.text.tokenizer import PromptRenderer
 from workers.group.checks import check_facts, choose_split, refuse_unsupported
 from workers.group.hosts import Hosts
 from workers.group.rank import RankMessage, RankRequest
@@ -104,7 +101,7 @@ class GroupEngine:
         source: ModelSource,
         loop: asyncio.AbstractEventLoop,
         progress: types.ProgressSink = lambda *_: None,
-    ) -> GroupEngine:
+    ) -> "GroupEngine":
         """Start the ranks, supervised by `loop`, up to their first token; called in a thread.
 
         Raises `ModelUnusable` if the model cannot be split so, or the ranks cannot serve it.
@@ -121,18 +118,11 @@ class GroupEngine:
             prompts = PromptRenderer(facts.processor, facts.context_tokens)
         card = types.ModelCard(
             model=source.served_name,
-            family=facts.family,
             lanes=(types.LaneName.VLM,),
             context_tokens=facts.context_tokens,
-            vision=False,
             parameters=0,
             weights_bytes=sum(one.stat().st_size for one in folder.glob("*.safetensors")),
-            native_verify=False,
-            mtp=False,
-            looks_up=False,
             mtp_unavailable_reason=f"it runs on {ranks} ranks, which draft nothing",
-            draft_tokens_requested=0,
-            draft_tokens_effective=0,
             default_max_tokens=facts.default_max_tokens,
             sampling=facts.sampling,
             group_size=ranks,
@@ -195,9 +185,7 @@ class GroupEngine:
 
     async def check(self, generation: types.Generation) -> int:
         """Return the tokens of the prompt; raise an `EngineError` if it can never be answered."""
-        prompt = await self._prepare(generation)
-        self._make_answer(generation, prompt)
-        return len(prompt.tokens)
+        return len((await self._make_answer(generation)).row.prompt.tokens)
 
     async def generate(
         self,
@@ -207,8 +195,7 @@ class GroupEngine:
         """Yield the events of one generation; raise an `EngineError` if it cannot continue."""
         if len(self._answers) >= _QUEUE_LIMIT:
             raise types.EngineBusy(_RETRY_AFTER_S)
-        prompt = await self._prepare(generation)
-        answer = self._make_answer(generation, prompt)
+        answer = await self._make_answer(generation)
         ranks = self._ranks
         if ranks is None or not self.ready:
             raise types.EngineStopped("The group starts again.")
@@ -236,38 +223,24 @@ class GroupEngine:
                 ranks.cancel(number)
                 self._end(number)
 
-    async def _prepare(self, generation: types.Generation) -> PreparedPrompt:
-        limit = generation.prompt_limit
-        if limit is not None and limit < 0:
-            limit = self.card.context_tokens - 1
-        read = partial(self.prompts.prepare, generation.prompt, limit)
-        return await in_turn(len(generation.prompt.text), read)
-
-    def _make_answer(self, generation: types.Generation, prompt: PreparedPrompt) -> _Answer:
-        """Return an answer to run; raise `InvalidGeneration` if the ranks can never make it."""
+    async def _make_answer(self, generation: types.Generation) -> _Answer:
+        """Return an answer to run; raise an `EngineError` if the ranks can never make it."""
+        context_tokens, vocabulary = self.card.context_tokens, self.facts.vocabulary
+        prompt = await self.prompts.read(generation, context_tokens)
         if generation.lane is not types.LaneName.VLM:
             raise types.InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
         refuse_unsupported(generation)
-        prompt.check(self.card.context_tokens, self.facts.vocabulary)
-        for token, _ in generation.sampling.logit_bias:
-            if token >= self.facts.vocabulary:
-                raise types.InvalidGeneration(
-                    "logit_bias", f"Token {token} is not in the vocabulary."
-                )
-        room = self.card.context_tokens - len(prompt.tokens)
-        max_tokens = generation.max_tokens
-        if max_tokens is None:
-            max_tokens = self.facts.default_max_tokens or room
-        max_tokens = min(max_tokens, room)
-        tokens = len(prompt.tokens) + generation.choices * max_tokens + generation.further_tokens
-        if generation.token_limit is not None and tokens > generation.token_limit:
-            raise types.TokenLimitExceeded(tokens)
+        prompt.check(context_tokens, vocabulary)
+        generation.check_tokens(vocabulary)
+        count = len(prompt.tokens)
         events: asyncio.Queue[types.Event | types.EngineError] = asyncio.Queue()
         row = Row(
             generation=generation,
             prompt=prompt,
             seed=0,  # mlx-lm draws
-            max_tokens=max_tokens,
+            max_tokens=generation.answer_limit(
+                count, context_tokens - count, self.facts.default_max_tokens
+            ),
             ends=self.facts.eos | generation.stop_tokens,
             draft_tokens=0,
             with_head=False,

@@ -4,8 +4,6 @@ Ranks exchange requests as pickles over connections that ask nobody who he is: w
 a port runs code. So every address of the file must be private, and the ranks listen on these alone.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ mlx-lm's HTTP server is left out: it answers to any page in a browser of its mac
 model a request names, and tells no token ids. This is the one file that knows mlx-lm's server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -188,7 +186,7 @@ class _Lines:
 class _Answer:
     """The queue that mlx-lm gives an answer's items to; writes each as a line."""
 
-    def __init__(self, number: int, lines: _Lines, answers: dict[int, _Answer]) -> None:
+    def __init__(self, number: int, lines: _Lines, answers: dict[int, "_Answer"]) -> None:
         self._id, self._lines, self._answers = number, lines, answers
         self._context: Any = None
         self._cancelled = False

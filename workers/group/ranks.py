@@ -5,8 +5,6 @@ standard input of the rank with the connection. `mlx.launch` is not used: it nee
 host, takes half a core, and does not notice that a rank was killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -24,7 +24,7 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens.",
     "completion_tokens": "Generated tokens.",
     "steps": "Steps of decoding, each of one batch with rows of the lane.",
-    "steps_ahead": "Those that the worker read while the device computed the next one.",
+    "steps_ahead": "Those that the worker read while the device computed another one.",
     "spec_prefill.prompts": "Long prompts that were prefilled sparsely (SpecPrefill).",
     "spec_prefill.scored_tokens": "Prompt tokens that the draft model scored.",
     "spec_prefill.selected_tokens": "Scored tokens that were prefilled.",

@@ -77,6 +77,13 @@ def logs(*, lines: int, follow: bool) -> int:
     os.execvp("tail", ["tail", "-n", str(lines), *(["-F"] if follow else []), str(path)])  # noqa: S606, S607
 
 
+def stop() -> int:
+    """Let running requests end, and stop the service until it is started again."""
+    _installed(to_change=True).stop()
+    click.echo("The service has stopped; `paceline service restart` starts it.")
+    return 0
+
+
 def restart() -> int:
     """Let running requests end, and start the service again."""
     _installed(to_change=True).restart()
@@ -101,12 +108,18 @@ def _system(*, system: bool, to_change: bool = False) -> System:
     return Launchd(system=system) if is_mac else Systemd()
 
 
-def _installed(*, to_change: bool = False) -> System:
-    """Return the system that has the service; raise `CommandError` if none has."""
+def find(*, to_change: bool = True) -> System | None:
+    """Return the system that has the service, if one has."""
     for system in (False, True) if platform.system() == "Darwin" else (False,):
         if _system(system=system).definition.exists():
             return _system(system=system, to_change=to_change)
-    raise CommandError("No service is installed; `paceline service install` installs it.")
+    return None
+
+
+def _installed(*, to_change: bool = False) -> System:
+    if (keeper := find(to_change=to_change)) is None:
+        raise CommandError("No service is installed; `paceline service install` installs it.")
+    return keeper
 
 
 def _check(command: str, file: Path | None) -> int:

@@ -65,7 +65,7 @@ class Launchd:
 
     def restart(self) -> None:
         """Stop the service and start it again; load it if somebody has unloaded it."""
-        self._stop()
+        self.stop()
         if call("launchctl", "kickstart", "-k", self._target, may_fail=True).returncode:
             call("launchctl", "bootstrap", self._domain, str(self.definition))
 
@@ -75,12 +75,12 @@ class Launchd:
         self.definition.unlink()
 
     def _unload(self) -> None:
-        self._stop()
+        self.stop()
         call("launchctl", "bootout", self._target, may_fail=True)  # it may not be loaded
         printing = ("launchctl", "print", self._target)  # fails once launchd has forgotten it
         _wait(lambda: bool(call(*printing, may_fail=True).returncode), _UNLOAD_S)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         """End the service by SIGTERM: `kickstart -k` and `bootout` may not wait for requests."""
         if process := self.state()[0]:
             call("launchctl", "kill", "SIGTERM", self._target, may_fail=True)

@@ -61,6 +61,10 @@ class Systemd:
         )
         return int(process or 0), "" if ended_us in ("", "0") else code
 
+    def stop(self) -> None:
+        """Stop the unit."""
+        _systemctl("stop", _UNIT)
+
     def restart(self) -> None:
         """Restart the unit."""
         _systemctl("restart", _UNIT)

@@ -3,8 +3,8 @@
 import { byId, make } from "../shared/elements.js";
 import { SENTENCES, sentences } from "../shared/trouble.js";
 
-function stored({ problem, file_problem: file }) {
-  return [problem && `${problem} This gateway goes on alone until that ends.`, file && `${file} Edits are refused until that ends.`].filter(Boolean);
+function stored({ problem, file_problem: file, record_problem: records }) {
+  return [problem && `${problem} This gateway goes on alone until that ends.`, file && `${file} Edits are refused until that ends.`, records].filter(Boolean);
 }
 
 export function showTrouble({ store, workers }) {

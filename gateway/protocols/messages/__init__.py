@@ -16,7 +16,6 @@ from pydantic_core import to_json
 
 from gateway import errors
 from gateway.protocols.base import choice_of, object_in, object_schema
-from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.request import MessagesChat, is_own_block, to_chat
 from gateway.protocols.messages.response import (
     MessageEncoder,
@@ -26,7 +25,6 @@ from gateway.protocols.messages.response import (
     stop_of,
 )
 from gateway.protocols.openai import InspectionContext
-from gateway.protocols.sealing import Sealer
 from gateway.protocols.translation import TranslatingFormat
 from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_json, objects_of
@@ -45,27 +43,12 @@ _ERROR_TYPES = {
 }
 _OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
 _REASONING = b"thinking "
-_FIELDS = HONOURED[Wire.MESSAGES] | IGNORED_ON[Wire.MESSAGES]
-_OWN_FIELDS = _FIELDS.difference(HONOURED[Wire.CHAT], IGNORED, NEUTRAL)
+_OWN_FIELDS = (HONOURED[Wire.MESSAGES] | IGNORED_ON[Wire.MESSAGES]).difference(
+    HONOURED[Wire.CHAT], IGNORED, NEUTRAL
+)
 _OWN_CHOICES = ("auto", "any", "tool", "none")
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-_MESSAGE = object_schema(
-    "role content",
-    strict=False,
-    role={"enum": ["user", "assistant", "system"]},
-    content=["string", "array"],
-)
-SCHEMA = object_schema(
-    "model messages",
-    *_FIELDS.union(IGNORED, NEUTRAL),
-    model={"type": "string", "minLength": 1},
-    max_tokens={"type": ["integer", "null"], "minimum": 1},
-    stream=["boolean", "null"],
-    system=["string", "array", "null"],
-    messages={"type": "array", "minItems": 1, "items": _MESSAGE},
-)
-"""The JSON Schema of a body; `to_chat` checks what it leaves open."""
 _ERROR = object_schema("type message", strict=False, type="string", message="string")
 ERROR_SCHEMA = object_schema("type error", strict=False, type={"const": "error"}, error=_ERROR) | {
     "description": "Anthropic's shape."
@@ -75,9 +58,7 @@ ERROR_SCHEMA = object_schema("type error", strict=False, type={"const": "error"}
 class MessagesFormat(TranslatingFormat):
     """One request of `POST /v1/messages`."""
 
-    def __init__(self, sealer: Sealer) -> None:
-        super().__init__(sealer)
-        self._chat = MessagesChat({})
+    _chat = MessagesChat({}, {})
 
     def _inspect(self, body: Mapping[str, Any], context: InspectionContext) -> Inspected:
         if body.get("thread") is not None:
@@ -95,25 +76,18 @@ class MessagesFormat(TranslatingFormat):
         message = message_of(answer, content, self._chat.breakpoint_in)
         refusal = object_in(choice, "message").get("refusal")
         message |= stop_of(choice, refused=bool(refusal))
-        metrics = metrics_of(answer) if self._chat.body.get("metrics") else {}
-        return encode_json(message | metrics | self._edits())
+        return encode_json(message | metrics_of(answer, self._chat) | self._chat.edits)
 
     def encoder(
         self, request: RoutingRequest, late_headers: Sequence[Header] = ()
     ) -> MessageEncoder:
         """Return the encoder of a stream; a comment has the late headers."""
-        place, metrics = self._chat.breakpoint_in, bool(self._chat.body.get("metrics"))
-        return MessageEncoder(self._mark, self._edits(), place, metrics=metrics)
+        return MessageEncoder(self._mark, self._chat)
 
     @property
     def _mark(self) -> Callable[[str], str] | None:
         """Return what signs the reasoning that the client gets; None if it asks for none."""
         return self._sign if self._chat.shows_reasoning else None
-
-    def _edits(self) -> Json:
-        """Return the field that lists what was cleared, if the request asks for it."""
-        applied = self._chat.applied_edits
-        return {} if applied is None else {CONTEXT_MANAGEMENT: {"applied_edits": applied}}
 
     def _sign(self, reasoning: str) -> str:
         """Return the mark by which reasoning that comes back is known as ours and unchanged."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Readable, pdf_of
 from gateway.protocols.history import Replacements, last_turn, message_of, named, reply_of, texts_of
 from gateway.protocols.messages.context_management import FIELD as CONTEXT_MANAGEMENT
 from gateway.protocols.messages.context_management import edit_messages
-from gateway.protocols.translation import Chat, same_fields, with_own
+from gateway.protocols.translation import Chat, form_of, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text, objects_of
 from gateway.types import Json
 from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.content import CONTINUES, marks_of
 from paceline.request.fields import FieldError, Fields
 from paceline.request.keys import Inside, check_keys
-from paceline.request.profile import REASONING_EFFORTS
 from paceline.request.wires import Wire, read_ignored
 
 # Claude Code writes a digest of each request there, so that no two prompts would begin alike.
@@ -50,9 +49,8 @@ _BETWEEN_TEXTS = "\n\n"
 class MessagesChat(Chat):
     """A request for a message as a chat."""
 
-    names: ClassVar[Mapping[str, str]] = _CHAT_NAMES
-    applied_edits: Sequence[Json] | None = None
-    """What `context_management` cleared; None if the request has no such field."""
+    edits: Json = field(default_factory=dict)
+    """What `context_management` cleared, as the response lists it, if the request has the field."""
     breakpoint_in: str = ""
     """Where the last breakpoint of Anthropic's cache is: in `messages`, in `system`, or nowhere."""
 
@@ -79,18 +77,15 @@ def to_chat(
     `is_ours` tells whether a signature marks reasoning of this gateway's models.
     """
     ignored = read_ignored(body, Wire.MESSAGES)
-    if body.get("mcp_servers"):
-        raise _wrong("mcp_servers", "This gateway calls no MCP servers.")
-    if body.get("compaction") is not None:
-        raise _wrong("compaction", "This gateway compacts no conversations.")
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _wrong("messages", "A non-empty list is required.")
     if len(messages) > ITEMS_LIMIT:
         raise _wrong("messages", f"At most {ITEMS_LIMIT} messages are allowed.")
-    applied = None
+    edits: Json = {}
     if body.get(CONTEXT_MANAGEMENT) is not None:
         messages, applied = edit_messages(body[CONTEXT_MANAGEMENT], messages)
+        edits = {CONTEXT_MANAGEMENT: {"applied_edits": applied}}
     chat = same_fields(body)
     same = frozenset((*chat, TOOL_GRAMMARS))
     history = _History(messages, is_ours, reading)
@@ -104,6 +99,7 @@ def to_chat(
     history.inside.echoed = False
     chat["messages"] = [message for message, _ in placed]
     own: Json = {}
+    continued = {"continue_final_message": placed[-1][1][0]} if placed else {}
     if placed and placed[-1][0]["role"] == "assistant":
         last, (at, *_) = placed[-1]
         if "tool_calls" in last and not marks_of(last):
@@ -117,14 +113,14 @@ def to_chat(
     tools, tool_places, left_out = _tools_of(body, history)
     return MessagesChat(
         chat | tools,
+        _CHAT_NAMES | continued,
         [places for _, places in placed],
         tool_places,
         left_out,
         tuple(history.replaced),
         same,
         (*ignored, *history.inside),
-        {"continue_final_message": placed[-1][1][0]} if placed else {},
-        applied_edits=applied,
+        edits=edits,
         breakpoint_in=_breakpoint_in(body),
     )
 
@@ -347,6 +343,13 @@ def _text(block: Mapping[str, Any], name: str, at: str) -> str:
     return value
 
 
+def _flag(given: Mapping[str, Any], name: str, at: str) -> bool:
+    value = given.get(name)
+    if not isinstance(value, bool | None):  # the text "false" would count as true
+        raise _wrong(f"{at}.{name}", "It must be true or false.")
+    return bool(value)
+
+
 def _tools_of(
     body: Mapping[str, Any], history: _History
 ) -> tuple[Json, list[str], tuple[str, ...]]:
@@ -370,7 +373,7 @@ def _tools_of(
             continue
         check_keys("MESSAGES tools", tool, history.inside, at)
         name = tool["name"]
-        available = history.available.get(name, not tool.get("defer_loading"))
+        available = history.available.get(name, not _flag(tool, "defer_loading", at))
         if not available and name != chosen_name:
             continue
         function: Json = {"name": name, "parameters": tool.get("input_schema") or {}}
@@ -398,8 +401,9 @@ def _choice_of(choice: Any, names: Set[str]) -> Json:
             chosen = "required" if kind == "any" else kind
         case _:
             raise _wrong("tool_choice.type", "It must be auto, any, tool or none.")
-    single = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
-    return {"tool_choice": chosen, **single} if names else {}
+    single = _flag(choice, "disable_parallel_tool_use", "tool_choice")
+    one_call = {"parallel_tool_calls": False} if single else {}
+    return {"tool_choice": chosen, **one_call} if names else {}
 
 
 def _named(tools: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -417,13 +421,14 @@ def _reasoning_of(body: Mapping[str, Any], inside: Inside) -> Json:
     check_keys("MESSAGES output_config", output, inside)
     check_keys("MESSAGES thinking", thinking, inside)
     effort = output.get("effort")
-    if effort is not None and effort not in REASONING_EFFORTS:
-        raise _wrong("output_config.effort", f"It must be one of {REASONING_EFFORTS}.")
     default = body.get(_EFFORT) or "high"
-    hidden: Json = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
+    display = thinking.get("display")
+    if display not in (None, "summarized", "omitted", "updates"):
+        raise _wrong("thinking.display", "It must be summarized, omitted or updates.")
+    hidden: Json = {"include_reasoning": False} if display == "omitted" else {}
     match thinking.get("type"):
         case None:
-            return {_EFFORT: effort} if effort else {}
+            return {} if effort is None else {_EFFORT: effort}
         case "disabled":
             return {_EFFORT: "none"}
         case "adaptive":
@@ -436,13 +441,4 @@ def _reasoning_of(body: Mapping[str, Any], inside: Inside) -> Json:
 
 def _form_of(body: Mapping[str, Any]) -> Json:
     form = Fields(body).object("output_config").get("format") or body.get("output_format")
-    if form is None:
-        return {}
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if kind not in ("json_schema", "json_object"):
-        raise _wrong("output_config.format", "Its type must be json_schema or json_object.")
-    check_keys("MESSAGES output_config.format", form)
-    if kind == "json_object" and form.get("schema") is None:
-        return {"response_format": {"type": kind}}
-    schema = {"name": "answer", "strict": True, "schema": form.get("schema")}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return form_of(form, "MESSAGES output_config.format", name="answer", strict=True)

@@ -16,6 +16,7 @@ from gateway.protocols.base import (
     text_in,
 )
 from gateway.protocols.event_stream import read_usage
+from gateway.protocols.messages.request import MessagesChat
 from gateway.types import UNUSED, Json
 
 _OF_PROMPT = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
@@ -65,17 +66,18 @@ def content_of(choice: Mapping[str, Any], sign: Callable[[str], str] | None) -> 
 def stop_of(choice: Mapping[str, Any], *, refused: bool = False) -> Json:
     """Return why an answer ended; a worker names the stop sequence as vLLM does."""
     reason = _STOP_REASONS.get(text_in(choice, "finish_reason"), "end_turn")
+    sequence = choice.get("stop_reason")
     if refused:
         reason = "refusal"
-    sequence = choice.get("stop_reason")
-    if reason == "end_turn" and isinstance(sequence, str):
+    elif reason == "end_turn" and isinstance(sequence, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
     return {"stop_reason": reason, "stop_sequence": None}
 
 
-def metrics_of(frame: Mapping[str, Any]) -> Json:
-    """Return the field with the draft counts of an answer, if it has them."""
-    return {"metrics": metrics} if (metrics := object_in(frame, "metrics")) else {}
+def metrics_of(frame: Mapping[str, Any], chat: MessagesChat) -> Json:
+    """Return the field with the draft counts of an answer, if the request asks for them."""
+    metrics = object_in(frame, "metrics") if chat.body.get("metrics") else {}
+    return {"metrics": metrics} if metrics else {}
 
 
 def _usage_of(answer: Mapping[str, Any], breakpoint_in: str) -> Json:
@@ -90,32 +92,19 @@ def _usage_of(answer: Mapping[str, Any], breakpoint_in: str) -> Json:
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
-    details = object_in(object_in(answer, "usage"), "completion_tokens_details")
-    reasoning = details.get("reasoning_tokens")
-    if isinstance(reasoning, int) and 0 < reasoning <= usage.completion_tokens:
-        counts["output_tokens_details"] = {"thinking_tokens": reasoning}
+    if usage.reasoning_tokens:
+        counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
     return counts
 
 
 class MessageEncoder(StreamEncoder):
     """Encodes the chunks of a chat as the events of a message, in Anthropic's order."""
 
-    def __init__(
-        self,
-        sign: Callable[[str], str] | None,
-        edits: Mapping[str, Any],
-        breakpoint_in: str = "",
-        *,
-        metrics: bool = False,
-    ) -> None:
-        """`sign`: as in `content_of`; `edits`: the last event's list of what was cleared.
-
-        `metrics`: the last event has the draft counts too.
-        """
+    def __init__(self, sign: Callable[[str], str] | None, chat: MessagesChat) -> None:
+        """`sign`: as in `content_of`."""
         self._sign = sign
-        self._end: Json = {**edits}
-        self._breakpoint_in = breakpoint_in
-        self._metrics = metrics
+        self._chat = chat
+        self._metrics: Json = {}
         self._begun = False
         self._blocks = 0
         self._open = ""
@@ -125,16 +114,15 @@ class MessageEncoder(StreamEncoder):
         self._call: Json = {}
         """A call that has no arguments yet, and none if a limit cuts it; empty: there is none."""
         self._stop = stop_of({})
-        self._usage = _usage_of({}, breakpoint_in)
+        self._usage = _usage_of({}, chat.breakpoint_in)
         self._prompt: Json = {}
         """The usage of the prompt that the first event has; clients add other numbers to it."""
 
     def event(self, event: bytes, frame: Json) -> bytes:
         """Return the events of one chunk."""
         if frame.get("usage"):
-            self._usage = _usage_of(frame, self._breakpoint_in)
-        if self._metrics:
-            self._end |= metrics_of(frame)
+            self._usage = _usage_of(frame, self._chat.breakpoint_in)
+        self._metrics = metrics_of(frame, self._chat) or self._metrics
         choice = choice_of(frame)
         written = b"".join(self._write(object_in(choice, "delta")))
         if choice.get("finish_reason"):
@@ -145,15 +133,15 @@ class MessageEncoder(StreamEncoder):
         if self._begun or not (written or frame.get("usage") or choice.get("finish_reason")):
             return written
         self._begun = True
-        message = message_of(frame, [], self._breakpoint_in)
+        message = message_of(frame, [], self._chat.breakpoint_in)
         prompt = {name: message["usage"][name] for name in _OF_PROMPT}
         self._prompt = prompt if any(prompt.values()) else {}
         return encode_event({"type": "message_start", "message": message}) + written
 
     def done(self) -> bytes:
         """Return the events that end a message."""
-        usage = self._usage | self._prompt
-        end = {"type": "message_delta", "delta": self._stop, "usage": usage, **self._end}
+        usage, more = self._usage | self._prompt, self._chat.edits | self._metrics
+        end = {"type": "message_delta", "delta": self._stop, "usage": usage, **more}
         return b"".join((*self._close(), encode_event(end), encode_event({"type": "message_stop"})))
 
     def _write(self, delta: Mapping[str, Any]) -> Iterator[bytes]:

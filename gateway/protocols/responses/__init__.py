@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, encode_event, object_in, object_schema
+from gateway.protocols.base import choice_of, encode_events, object_in
 from gateway.protocols.documents import pdfs_in
 from gateway.protocols.openai import InspectionContext
 from gateway.protocols.responses.request import (
@@ -26,32 +26,17 @@ from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_json
 from gateway.types import Header, Inspected, Json
 from paceline.request.fields import FieldError
-from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, NEUTRAL, Wire
 
 RESPONSES_PATH = "/v1/responses"
 DONE = b"data: [DONE]\n\n"
 """The end of a stream in Open Responses; OpenAI's own has none, and its clients take it."""
 _REASONING = b"reasoning"
 
-SCHEMA = object_schema(
-    "model",
-    *HONOURED[Wire.RESPONSES].union(IGNORED, IGNORED_ON[Wire.RESPONSES], NEUTRAL),
-    model={"type": "string", "minLength": 1},
-    input=["string", "array", "null"],
-    instructions=["string", "null"],
-    max_output_tokens={"type": ["integer", "null"], "minimum": 1},
-    previous_response_id=["string", "null"],
-    store=["boolean", "null"],
-    stream=["boolean", "null"],
-    tools=["array", "null"],
-)
-"""The JSON Schema of a body; `read_request` and `to_chat` check what it leaves open."""
-
 
 class ResponsesFormat(TranslatingFormat):
     """One request of `POST /v1/responses`.
 
-    The last event of its stream is `final_event`, which comes once the response is kept.
+    The last event of its stream is the builder's `final`, which comes once the response is kept.
     `response_id` begins with `resp_`; `now_s` returns seconds since 1970.
     """
 
@@ -87,13 +72,7 @@ class ResponsesFormat(TranslatingFormat):
             chat.body["stream"] = True  # so that its events can be followed
         inspected = self._inspect_chat(chat, context)
         self._builder = ResponseBuilder(
-            request,
-            self.response_id,
-            inspected.asked_model,
-            inspected.profile.sampling,
-            seal=self._seal,
-            now_s=self._now_s,
-            metrics=inspected.profile.metrics,
+            request, self.response_id, inspected, seal=self._seal, now_s=self._now_s
         )
         return inspected
 
@@ -111,14 +90,6 @@ class ResponsesFormat(TranslatingFormat):
         """Return the encoder of a stream; a comment has the late headers."""
         return self.builder
 
-    def begin_events(self) -> bytes:
-        """Return the first events of a response that waits in the background."""
-        return b"".join(map(encode_event, self.builder.begin(queued=True)))
-
-    def final_event(self) -> bytes:
-        """Return the last event of a complete stream, and its end."""
-        return encode_event(self.builder.final()) + DONE
-
     def body(self) -> bytes:
         """Return the response as it is now."""
         return encode_json(self.builder.response)
@@ -129,7 +100,7 @@ class ResponsesFormat(TranslatingFormat):
 
     def error_event(self, error: errors.GatewayError) -> bytes:
         """Return the last events of a stream that an error ends."""
-        return b"".join((*map(encode_event, self.builder.fail(self.named(error))), DONE))
+        return encode_events(self.builder.fail(self.named(error))) + DONE
 
     @property
     def builder(self) -> ResponseBuilder:

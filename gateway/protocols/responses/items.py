@@ -7,31 +7,33 @@ from typing import Any
 
 from gateway.types import Json
 
-_OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
-_WITH_STATUS = _OUTPUTS | set(
+OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
+_WITH_STATUS = OUTPUTS | set(
     "message reasoning function_call tool_search_call tool_search_output".split()
 )
 
-ITEM_FIELDS = {
-    "message": "role content phase".split(),
-    "reasoning": "summary content encrypted_content".split(),
-    "function_call": "call_id namespace name arguments".split(),
-    "custom_tool_call": "call_id namespace name input".split(),
-    "tool_search_call": "call_id execution arguments".split(),
-    "tool_search_output": "call_id execution tools".split(),
-    "function_call_output": "call_id output".split(),
-    "custom_tool_call_output": "call_id output".split(),
+ITEMS = {
+    "message": ("msg", "role content phase".split()),
+    "reasoning": ("rs", "summary content encrypted_content".split()),
+    "function_call": ("fc", "call_id namespace name arguments".split()),
+    "custom_tool_call": ("ctc", "call_id namespace name input".split()),
+    "tool_search_call": ("tsc", "call_id execution arguments".split()),
+    "tool_search_output": ("tso", "call_id execution tools".split()),
+    "function_call_output": ("fco", "call_id output".split()),
+    "custom_tool_call_output": ("cto", "call_id output".split()),
 }
-"""The fields of each type that the gateway reads, beside those of all."""
+"""By type, how ids begin, and the fields that the gateway reads, beside those of all."""
+_OTHER = ("item", ["call_id"])
 _PART_FIELDS = frozenset(
     "type text refusal annotations logprobs image_url detail file_data filename file_id".split()
 )
 
 
-def known_fields(item: Mapping[str, Any]) -> Json:
-    """Return an item without its id and without the fields that nothing reads."""
-    names = ("type", "status", *ITEM_FIELDS.get(item["type"], ("call_id",)))
-    known = {name: item[name] for name in names if name in item}
+def kept_item(item: Mapping[str, Any], place: str) -> Json:
+    """Return an item without the fields that nothing reads, and with an id for its place."""
+    prefix, fields = ITEMS.get(item["type"], _OTHER)
+    known: Json = {"id": f"{prefix}_{place}"}
+    known |= {name: item[name] for name in ("type", "status", *fields) if name in item}
     for name in ("content", "output", "summary"):
         if isinstance(parts := known.get(name), list):
             known[name] = [_known_part(part) for part in parts]
@@ -50,8 +52,8 @@ def shown_item(item: Mapping[str, Any], *, encrypted: bool) -> Json:
     kind = shown["type"]
     if kind in _WITH_STATUS:
         shown["status"] = shown.get("status") or "completed"
-    field = "output" if kind in _OUTPUTS else "content"
-    if kind == "message" or (kind in _OUTPUTS and isinstance(shown[field], list)):
+    field = "output" if kind in OUTPUTS else "content"
+    if kind == "message" or (kind in OUTPUTS and isinstance(shown[field], list)):
         shown[field] = _shown_parts(shown[field], by_user=shown.get("role") != "assistant")
     if kind == "reasoning":
         shown["summary"] = shown.get("summary") or []

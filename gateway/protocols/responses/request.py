@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Document, Readable, pdf_of, pdfs_in
 from gateway.protocols.history import Replacements, message_of, reply_of, texts_of
-from gateway.protocols.responses.items import ITEM_FIELDS
+from gateway.protocols.responses.items import ITEMS, OUTPUTS
 from gateway.protocols.responses.tools import (
     ToolSet,
     custom_arguments,
@@ -23,7 +23,7 @@ from gateway.protocols.responses.tools import (
     must,
     read_tools,
 )
-from gateway.protocols.translation import Chat, same_fields, with_own
+from gateway.protocols.translation import Chat, form_of, same_fields, with_own
 from gateway.strict_json import ITEMS_LIMIT, encode_text
 from gateway.types import Json
 from paceline.request.call_rules import MAX_TOOL_CALLS
@@ -43,10 +43,8 @@ _INCLUDABLE = frozenset(
     "code_interpreter_call.outputs".split()
 ) | {ENCRYPTED, _LOGPROBS}
 _REFERENCE = "item_reference"
-_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _OF_CLIENTS = ("_output", "_response")
 """How the types of those items end that clients make, besides messages."""
-_FORMATS = ("text", "json_object", "json_schema")
 UNNAMED = "answer"
 """The name of a schema without one."""
 _VALUES = {
@@ -96,12 +94,6 @@ class ResponsesRequest(NamedTuple):
         earlier = "previous_response_id" if self.previous_id else "conversation"
         items = [*((earlier, item) for item in history), *_placed(self.items)]
         return self._replace(tools=read_tools(self.body, items, Inside()))
-
-
-class ResponsesChat(Chat):
-    """A request for a response as a chat."""
-
-    names: ClassVar[Mapping[str, str]] = _CHAT_NAMES
 
 
 def read_request(body: Mapping[str, Any]) -> ResponsesRequest:
@@ -172,7 +164,7 @@ def to_chat(
     unseal: Callable[[str], str | None],
     history: Sequence[Item] = (),
     reading: Readable = Readable(),  # noqa: B008
-) -> ResponsesChat:
+) -> Chat:
     """Translate a request after its history into a chat; raise `FieldError`.
 
     `unseal` returns reasoning that this gateway has sealed, and None for anything else.
@@ -199,25 +191,25 @@ def to_chat(
     top_logprobs = body.get("top_logprobs")
     if top_logprobs is not None or _LOGPROBS in (body.get("include") or ()):
         chat |= {"logprobs": True, "top_logprobs": top_logprobs}
-    own |= _text_of(Fields(body).object("text"))
+    form = Fields(body).object("text").get("format")
+    own |= form_of(form, "RESPONSES text.format", name=UNNAMED)
     if (effort := Fields(body).object("reasoning").get("effort")) is not None:
         own["reasoning_effort"] = effort
     with_own(chat, own, _CHAT_NAMES)
     chat |= _tools_of(request)
     tools = request.tools
-    return ResponsesChat(
+    grammars = {
+        f"{TOOL_GRAMMARS}.{name}": f"{tool.place}.format" for name, tool in tools.by_name.items()
+    }
+    return Chat(
         chat,
+        grammars | _CHAT_NAMES,
         messages.places,
         [tool.place for tool in tools.by_name.values()],
         tools.left_out,
         tuple(messages.replaced),
         same,
         (*request.ignored, *messages.inside),
-        {
-            f"{TOOL_GRAMMARS}.{name}": tool.grammar.place
-            for name, tool in tools.by_name.items()
-            if tool.grammar
-        },
     )
 
 
@@ -281,7 +273,7 @@ class _Messages(Replacements):
 
     def _read(self, item: Item, at: str, *, new: bool) -> None:
         kind = item["type"]
-        if kind in ITEM_FIELDS:
+        if kind in ITEMS:
             row = "RESPONSES input.message" if kind == "message" else "RESPONSES input"
             check_keys(row, item, self.inside, at)
         if not kind.endswith(_OF_CLIENTS):
@@ -303,7 +295,7 @@ class _Messages(Replacements):
                 self._end_reply()
                 text = _BETWEEN_TEXTS.join(f"Tool: {name}" for name in found_names(item, at))
                 self.add({"role": "tool", "tool_call_id": item["call_id"], "content": text}, [at])
-            case _ if kind in _OUTPUTS:
+            case _ if kind in OUTPUTS:
                 self._end_reply()
                 self._read_output(item, at)
             case _ if _is_clients(item):
@@ -456,34 +448,13 @@ def _tools_of(request: ResponsesRequest) -> Json:
     tools = request.tools.by_name
     if not tools:
         return {}
-    grammars = {
-        name: {"syntax": tool.grammar.syntax, "definition": tool.grammar.definition}
-        for name, tool in tools.items()
-        if tool.grammar
-    }
+    grammars = {name: tool.grammar for name, tool in tools.items() if tool.grammar}
     return {
         "tools": [tool.function for tool in tools.values()],
         "tool_choice": request.tools.choice,
         TOOL_GRAMMARS: grammars or None,
         **{name: request.body.get(name) for name in _CALL_LIMITS},
     }
-
-
-def _text_of(text: Mapping[str, Any]) -> Json:
-    form: Any = text.get("format")
-    kind = "text" if form is None else kind_of(form, "text.format")
-    if kind not in _FORMATS:
-        raise must("text.format.type", f"be one of {_FORMATS}")
-    check_keys("RESPONSES text.format", form)
-    if kind != "json_schema":
-        given = {"type": kind} if form is None else form
-        schema = {name: given[name] for name in ("type", "schema") if given.get(name) is not None}
-        return {} if schema == {"type": "text"} else {"response_format": schema}
-    if not isinstance(form.get("schema"), Mapping):
-        raise must("text.format.schema", "be a JSON Schema")
-    schema = {"name": form.get("name") or UNNAMED, "schema": form["schema"]}
-    schema |= {name: form[name] for name in ("strict", "description") if form.get(name) is not None}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _include_of(body: Mapping[str, Any]) -> Sequence[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -13,16 +14,16 @@ from gateway.protocols.base import (
     StreamEncoder,
     arguments_in,
     choice_of,
-    encode_event,
+    encode_events,
     object_in,
     objects_in,
     text_in,
 )
 from gateway.protocols.event_stream import read_usage
+from gateway.protocols.responses.items import ITEMS
 from gateway.protocols.responses.request import UNNAMED, ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
-from gateway.types import Json
-from paceline.request.profile import Sampling
+from gateway.types import Inspected, Json
 
 Event = Json
 
@@ -44,19 +45,17 @@ class ResponseBuilder(StreamEncoder):
         self,
         request: ResponsesRequest,
         response_id: str,
-        model: str,
-        sampling: Sampling,
+        inspected: Inspected,
         *,
         seal: Callable[[str], str],
         now_s: Callable[[], float],
-        metrics: bool = False,
     ) -> None:
         self._request = request
-        self._metrics = metrics
+        self._metrics = inspected.profile.metrics
         self._seal = seal
         self._now_s = now_s
         self._stem = response_id.removeprefix("resp_")
-        self.response = _response_of(request, response_id, model, sampling, int(now_s()))
+        self.response = _response_of(request, response_id, inspected, int(now_s()))
         self._numbers = count()
         self.begun = False
         self._unsent: list[Event] = []
@@ -94,7 +93,7 @@ class ResponseBuilder(StreamEncoder):
         if self._request.background:
             return comment
         events: Iterable[Event] = [self._whole("in_progress")] if self.begun else self.begin()
-        return comment + b"".join(map(encode_event, events))
+        return comment + encode_events(events)
 
     def read(self, frame: Mapping[str, Any], message: Mapping[str, Any]) -> Iterator[Event]:
         """Take a chunk of a chat, and what it adds to the message."""
@@ -119,13 +118,13 @@ class ResponseBuilder(StreamEncoder):
         """Return the events of one chunk."""
         for one in self.read(frame, object_in(choice_of(frame), "delta")):
             self._unsent.append(one)  # a malformed rest leaves them to `fail`
-        encoded = b"".join(map(encode_event, self._unsent))
+        encoded = encode_events(self._unsent)
         self._unsent.clear()
         return encoded
 
     def done(self) -> bytes:
         """Return the events that end the items of a response."""
-        return b"".join(map(encode_event, self.close()))
+        return encode_events(self.close())
 
     def close(self) -> Iterator[Event]:
         """End the items, and set the last status; `final` is the event that tells it."""
@@ -220,9 +219,10 @@ class ResponseBuilder(StreamEncoder):
 
     def _begin_item(self, kind: str, **fields: Any) -> Iterator[Event]:
         index, row = len(self._items), self._row(kind)
+        kind = "message" if kind == _REFUSAL else kind
         item = {
-            "id": f"{row.prefix}_{self._stem}{index:04x}",
-            "type": "message" if kind == _REFUSAL else kind,
+            "id": f"{ITEMS[kind][0]}_{self._stem}{index:04x}",
+            "type": kind,
             **fields,
             **row.initial,
         }
@@ -247,8 +247,6 @@ class ResponseBuilder(StreamEncoder):
 class _ItemKind(NamedTuple):
     """How the items of one type come."""
 
-    prefix: str
-    """How their ids begin."""
     field: str
     """The field of the item that gets its text."""
     initial: Json
@@ -285,52 +283,37 @@ def _search_arguments(text: str) -> Any:
 _BEGUN = {"status": "in_progress"}
 _SPOKEN = {**_BEGUN, "role": "assistant", "content": []}
 _SUMMARY, _REFUSAL = "summary", "refusal"
+_THOUGHT = {**_BEGUN, _SUMMARY: []}
 _ITEMS: Mapping[str, _ItemKind] = {
-    "message": _ItemKind("msg", "content", _SPOKEN, texts="output_text", part="output_text"),
-    _REFUSAL: _ItemKind("msg", "content", _SPOKEN, texts=_REFUSAL, part=_REFUSAL, key=_REFUSAL),
-    "reasoning": _ItemKind(
-        "rs", "content", {**_BEGUN, "summary": []}, texts="reasoning_text", part="reasoning_text"
-    ),
-    _SUMMARY: _ItemKind(
-        "rs",
-        _SUMMARY,
-        {**_BEGUN, _SUMMARY: []},
-        texts="reasoning_summary_text",
-        part="summary_text",
-    ),
+    "message": _ItemKind("content", _SPOKEN, texts="output_text", part="output_text"),
+    _REFUSAL: _ItemKind("content", _SPOKEN, texts=_REFUSAL, part=_REFUSAL, key=_REFUSAL),
+    "reasoning": _ItemKind("content", _THOUGHT, texts="reasoning_text", part="reasoning_text"),
+    _SUMMARY: _ItemKind(_SUMMARY, _THOUGHT, texts="reasoning_summary_text", part="summary_text"),
     "function_call": _ItemKind(
-        "fc",
-        "arguments",
-        {**_BEGUN, "arguments": ""},
-        texts="function_call_arguments",
+        "arguments", {**_BEGUN, "arguments": ""}, texts="function_call_arguments"
     ),
     # The text of a custom tool is known once the arguments around it are whole.
     "custom_tool_call": _ItemKind(
-        "ctc", "input", {"input": ""}, texts="custom_tool_call_input", read=custom_input
+        "input", {"input": ""}, texts="custom_tool_call_input", read=custom_input
     ),
     "tool_search_call": _ItemKind(
-        "tsc",
-        "arguments",
-        {**_BEGUN, "execution": "client", "arguments": {}},
-        read=_search_arguments,
+        "arguments", {**_BEGUN, "execution": "client", "arguments": {}}, read=_search_arguments
     ),
 }
 """By their types; reasoning comes as its summary if the request asks for one, and a refusal as a
 message of its own."""
 
 
+@dataclass(slots=True)
 class _OpenItem:
     """An item to which more may come."""
 
-    def __init__(
-        self, kind: _ItemKind, item: Json, index: int, event: Callable[..., Event]
-    ) -> None:
-        self.kind = kind
-        self.item = item
-        self._index = index
-        self._event = event
-        self._pieces: list[str] = []
-        self._logprobs: list[Json] = []
+    kind: _ItemKind
+    item: Json
+    _index: int
+    _event: Callable[..., Event]
+    _pieces: list[str] = field(default_factory=list)
+    _logprobs: list[Json] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -397,10 +380,10 @@ class _OpenItem:
 
 
 def _response_of(
-    request: ResponsesRequest, response_id: str, model: str, sampling: Sampling, now_s: int
+    request: ResponsesRequest, response_id: str, inspected: Inspected, now_s: int
 ) -> Json:
     """Return a response without output, which repeats its request as OpenAI does."""
-    body = request.body
+    body, sampling = request.body, inspected.profile.sampling
     reasoning, text = body.get("reasoning") or {}, body.get("text") or {}
     conversation = {"id": request.conversation_id} if request.conversation_id else None
     formatted = {"format": _whole(text.get("format") or {"type": "text"}, "json_schema")}
@@ -416,7 +399,7 @@ def _response_of(
         "incomplete_details": None,
         **{name: body.get(name) for name in _REPEATED},
         "metadata": body.get("metadata") or {},
-        "model": model,
+        "model": inspected.asked_model,
         "output": [],
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": request.previous_id or None,
@@ -454,20 +437,15 @@ def _usage_of(frame: Mapping[str, Any]) -> Json | None:
     usage = read_usage(frame)
     if usage is None:
         return None
-    prompt, completion = usage.prompt_tokens, usage.completion_tokens
-    made = object_in(object_in(frame, "usage"), "completion_tokens_details")
-    reasoning = made.get("reasoning_tokens")
     return {
-        "input_tokens": prompt,
+        "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": usage.cached_tokens,
             "cache_write_tokens": usage.written_tokens,
         },
-        "output_tokens": completion,
-        "output_tokens_details": {
-            "reasoning_tokens": min(reasoning, completion) if type(reasoning) is int else 0
-        },
-        "total_tokens": prompt + completion,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json, to_json
 
 from gateway.types import Json
+from paceline.request.constraint import TOOL_GRAMMARS
 from paceline.request.fields import FieldError
 from paceline.request.keys import Inside, check_keys
+from paceline.request.parser import TOOLS_LIMIT, read_functions
 
 HOSTED_TOOLS = frozenset(
     "web_search web_search_preview web_search_2025_08_26 web_search_preview_2025_03_11 file_search "
@@ -35,18 +37,7 @@ _CALLS = {
 _MODES = (None, "auto", "required")
 """How a choice of `allowed_tools` is to be made among them; None is auto."""
 _JOINT = "__"
-_TOOLS_LIMIT = 128
 _NAME_CHARS = 128
-_GRAMMAR_CHARS = 64 * 1024
-
-
-class TextGrammar(NamedTuple):
-    """The grammar that the text for a custom tool has to follow."""
-
-    place: str
-    """The field of the request that holds it."""
-    syntax: str
-    definition: str
 
 
 class Tool(NamedTuple):
@@ -59,7 +50,8 @@ class Tool(NamedTuple):
     place: str = ""
     """The field of the request that declares it."""
     function: Mapping[str, Any] = {}
-    grammar: TextGrammar | None = None
+    grammar: Mapping[str, Any] | None = None
+    """The form of the text for a custom tool, as `tool_grammars` of a chat has it."""
 
 
 class ToolSet(NamedTuple):
@@ -105,11 +97,9 @@ def read_tools(
         for name, one in _tools_in(tool, at, inside):
             if by_name.setdefault(name, one) is not one:
                 raise FieldError(f"{one.place}.name", f"Two tools are called '{name[:100]}'.")
-    if len(by_name) > _TOOLS_LIMIT:
-        raise FieldError("tools", f"'tools' may contain at most {_TOOLS_LIMIT} functions.")
     for at, item in items if any(map(_is_clients, declared)) else ():
         for name, one in _found_tools(item, at):
-            if len(by_name) < _TOOLS_LIMIT:
+            if len(by_name) < TOOLS_LIMIT:
                 by_name.setdefault(name, one)
     choice = _chosen(by_name, body.get("tool_choice"))
     return ToolSet(declared, by_name, tuple(left_out), choice)
@@ -179,7 +169,10 @@ def _found_tools(item: Mapping[str, Any], at: str) -> Iterator[tuple[str, Tool]]
         with contextlib.suppress(FieldError):
             place = f"{at}.tools[{index}]"
             kind_of(tool, place)
-            yield from _tools_in(tool, place, Inside())
+            for name, one in _tools_in(tool, place, Inside()):
+                grammars = {name: one.grammar} if one.grammar else None
+                read_functions({"tools": [one.function], TOOL_GRAMMARS: grammars}, Inside())
+                yield name, one
 
 
 def _tools_in(tool: Mapping[str, Any], at: str, inside: Inside) -> Iterator[tuple[str, Tool]]:
@@ -209,10 +202,8 @@ def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Too
         raise must(f"{at}.description", "be a string")
     function: Json = {"name": flat_name(name, namespace)}
     if kind in ("function", _SEARCH):
-        parameters = tool.get("parameters")
-        if not isinstance(parameters, Mapping | None):
-            raise must(f"{at}.parameters", "be a JSON Schema")
-        function["parameters"] = parameters or {"type": "object", "properties": {}}
+        given, bare = tool.get("parameters"), {"type": "object", "properties": {}}
+        function["parameters"] = bare if given in (None, {}) else given
         if tool.get("strict") is not None:
             function["strict"] = tool["strict"]
     else:
@@ -231,7 +222,7 @@ def _tool_of(tool: Mapping[str, Any], namespace: str, at: str) -> tuple[str, Too
     return function["name"], Tool(name, namespace, _CALLS[kind], at, declared, grammar)
 
 
-def _grammar_of(tool: Mapping[str, Any], at: str) -> TextGrammar | None:
+def _grammar_of(tool: Mapping[str, Any], at: str) -> Mapping[str, Any] | None:
     """Return the grammar of a custom tool's text; raise `FieldError`."""
     form = tool.get("format")
     check_keys("RESPONSES tools.format", form, path=at)
@@ -239,25 +230,21 @@ def _grammar_of(tool: Mapping[str, Any], at: str) -> TextGrammar | None:
         return None
     if form["type"] != "grammar":
         raise must(f"{at}.type", "be text or grammar")
-    definition, syntax = form.get("definition"), form.get("syntax")
-    if not isinstance(definition, str) or not 0 < len(definition) <= _GRAMMAR_CHARS:
-        raise must(f"{at}.definition", f"be a string of at most {_GRAMMAR_CHARS} characters")
-    if syntax not in ("lark", "regex"):
-        raise must(f"{at}.syntax", "be lark or regex")
-    return TextGrammar(at, syntax, definition)
+    return {name: form.get(name) for name in ("syntax", "definition")}
 
 
-def _custom_input_schema(grammar: TextGrammar | None) -> tuple[Json, str]:
+def _custom_input_schema(grammar: Mapping[str, Any] | None) -> tuple[Json, str]:
     """Return the schema of a custom tool's text, and what to tell the model about its form.
 
     Engines that know no grammars of tools have nothing else to go by.
     """
     if grammar is None:
         return {"type": "string"}, ""
-    if grammar.syntax == "lark":
-        return {"type": "string"}, f"'{INPUT}' must match this Lark grammar:\n{grammar.definition}"
-    hint = f"'{INPUT}' must match this regular expression: {grammar.definition}"
-    return {"type": "string", "pattern": f"^(?:{grammar.definition})$"}, hint
+    definition = grammar["definition"]
+    if grammar["syntax"] == "lark":
+        return {"type": "string"}, f"'{INPUT}' must match this Lark grammar:\n{definition}"
+    hint = f"'{INPUT}' must match this regular expression: {definition}"
+    return {"type": "string", "pattern": f"^(?:{definition})$"}, hint
 
 
 def _name(tool: Mapping[str, Any], at: str) -> str:

@@ -85,6 +85,25 @@ def test_every_page_and_file_has_security_headers_and_an_etag(module_gateway) ->
             assert (cached.status_code, cached.content) == (304, b"")
 
 
+def test_each_page_of_the_guide_is_under_docs_and_links_only_to_what_is_there(
+    module_gateway,
+) -> None:
+    read = module_gateway.client.get
+    docs = Path(__file__).parents[3] / "docs"
+    names = {file.relative_to(docs).as_posix() for file in docs.rglob("*.md")}
+    reference = read(DOCS_LINK).text.partition("<article>")[0]
+    assert {*re.findall(r'href="/docs/([^"]+)"', reference)} == names
+    for name in names:
+        page = read(f"/docs/{name}").text
+        assert page.count("<h1") == 1
+        assert "style=" not in page
+        article = page.partition("<article>")[2]
+        for link in re.findall(r'href="(?!https?:)([^"]+)"', article):
+            target = read(httpx.URL(f"/docs/{name}").join(link).path).text
+            fragment = link.partition("#")[2]
+            assert not fragment or f'id="{fragment}"' in target, f"{name}: {link}"
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -94,9 +113,10 @@ def test_every_page_and_file_has_security_headers_and_an_etag(module_gateway) ->
 )
 def test_no_path_selects_another_file(module_gateway, path: str) -> None:
     url = httpx.URL(module_gateway.url).copy_with(raw_path=b"/pages/" + path.encode())
-    refused = httpx.get(url, timeout=60)
-    assert refused.status_code == 404
-    assert refused.json()["error"]["code"] == "path_not_found"
+    for place in (url, url.copy_with(raw_path=b"/docs/" + path.encode())):
+        refused = httpx.get(place, timeout=60)
+        assert refused.status_code == 404
+        assert refused.json()["error"]["code"] == "path_not_found"
 
 
 def test_pages_contain_no_other_origin_and_no_inline_code() -> None:

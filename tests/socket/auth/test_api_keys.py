@@ -165,7 +165,7 @@ def test_c15_a_key_whose_record_or_revocation_is_damaged_is_rejected_and_stops_n
         assert gateway.chat().status_code == 200
         edit_keys(tmp_path, lambda keys: keys[created["id"]].update(models="demo"))
         wait_until(lambda: gateway.chat().status_code == 401)
-    message = f"record.skipped kind=keys name='{damaged['id']}'"
+    message = f"record.skipped kind=keys name='{damaged['id']}' why=priorty: unknown field"
     assert log_capture.texts.count(message) == 1
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from paceline.protocol import RUNNING_USAGE_TOKENS, TOKENS_HEADER, TOKENS_LIMIT_HEADER
-from tests.support.heartbeats import repeated
+from tests.support.heartbeats import send_heartbeats
 from tests.support.raw_client import leave_once
 from tests.support.running_gateway import (
     RunningGateway,
@@ -142,12 +142,8 @@ def test_c6_a_stream_that_is_left_costs_the_reservation_or_the_usage_reported_so
 def full_worker(gateway: RunningGateway, worker: ScriptedWorker) -> Iterator[None]:
     """Use the only row of a worker while the context lasts."""
     worker.script = Script(hang=True)
-    lanes = (lane_report("vlm", slots=1),)
-    worker.status_report = worker.report(lanes=lanes)  # a look at the status asks it again
-    with (
-        repeated(lambda: gateway.send_heartbeat(worker, lanes=lanes)),
-        ThreadPoolExecutor(1) as executor,
-    ):
+    worker.status_report = worker.report(lanes=(lane_report("vlm", slots=1),))
+    with send_heartbeats(gateway, worker), ThreadPoolExecutor(1) as executor:
         running = executor.submit(gateway.chat)
         wait_until(lambda: worker.in_flight == 1)
         yield

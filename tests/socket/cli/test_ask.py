@@ -36,10 +36,12 @@ def test_the_answer_is_printed_as_it_arrives_and_ctrl_c_frees_the_worker(
         assert worker.client_disconnected.wait(60)
 
 
-def lines_on_a_terminal(url: str, folder: Path) -> list[str]:
+def lines_on_a_terminal(url: str, folder: Path, **environment: str) -> list[str]:
     """Return the lines that a question prints on a terminal."""
     arguments = ("ask", "Say a word.", "--url", url)
-    with start_paceline(*arguments, environment={}, folder=folder, terminal=True) as process:
+    with start_paceline(
+        *arguments, environment=environment, folder=folder, terminal=True
+    ) as process:
         printed = PacelineProcess(process)
         assert printed.wait_for_end() == 0
     return printed.lines
@@ -66,11 +68,23 @@ def test_a_terminal_alone_shows_reasoning_where_an_answer_ran_how_fast_and_its_d
     assert facts.endswith(" s; 500 tokens/s"), "by the time of the worker"
 
 
+def test_a_terminal_alone_shows_how_far_a_worker_has_read_a_long_prompt(
+    gateway_with_worker, worker, tmp_path, capsys
+) -> None:
+    comment = b": read 2048 of 9000 tokens of the prompt\n\n"
+    worker.script = Script(events=(comment, chunk({"content": "Yes"}), chunk({}, "stop"), DONE))
+    lines = lines_on_a_terminal(gateway_with_worker.url, tmp_path, TERM="xterm-256color")
+    printed = "\n".join(lines)
+    assert "Read 2048 of 9000 tokens of the prompt ..." in printed
+    assert main(["ask", "Say a word.", "--url", gateway_with_worker.url]) == 0
+    assert tuple(capsys.readouterr()) == ("Yes\n", "")
+
+
 def test_a_pipe_asks_and_gets_the_answer_alone(gateway_with_worker, worker, tmp_path) -> None:
     with PacelineFork(
         ["ask", "--url", gateway_with_worker.url], **PIPES, env=process_environment(tmp_path)
     ) as process:
-        assert process.communicate("Say a word.\n") == ("one two three\n", "")
+        assert process.communicate("Say a word.\n") == ("Yes\n", "")
     assert process.returncode == 0
     assert worker.requests[0].body["messages"][-1]["content"] == "Say a word.\n"
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.cli import main
+from gateway.cli import main, upgrade
 from gateway.cli.service import __main__ as running
 from gateway.cli.service import launchd
 from tests.support.paceline_process import process_environment
@@ -143,6 +143,10 @@ def test_launchd_gets_an_interactive_job_with_absolute_paths_that_outlives_a_fai
     ending = f"kill SIGTERM {domain}/paceline"
     assert mac.calls() == [ending, f"kickstart -k {domain}/paceline"]
     assert "runs (process 4712); its last exit code was 0.\n" in mac.run("status")
+    assert mac.run("stop").startswith("The service has stopped;")
+    assert mac.calls() == [ending]
+    mac.run("restart")
+    assert mac.calls()[-1] == f"kickstart -k {domain}/paceline"
     mac.run("install")
     assert mac.calls() == [ending, f"bootout {domain}/paceline", *loading]
     mac.run("uninstall")
@@ -174,7 +178,7 @@ def test_a_daemon_belongs_to_the_account_that_uses_sudo(mac, monkeypatch) -> Non
     assert mac.calls()[-1] == f"bootstrap system {plist}"
     monkeypatch.delenv("SUDO_USER")
     assert mac.run("status").startswith("The service runs")
-    for command in ("restart", "uninstall"):
+    for command in ("stop", "restart", "uninstall"):
         assert refused in mac.run(command)
     assert f"Uninstall the service of {plist} first." in mac.run("install", "gateway")
     assert (mac.calls(), plist.exists()) == ([], True)
@@ -208,7 +212,8 @@ def test_systemd_gets_a_unit_that_it_verifies_and_lets_it_linger(linux, monkeypa
         )
         assert (checked.returncode, checked.stderr) == (0, "")
     linux.run("restart")
-    assert linux.calls() == [f"{user} restart paceline.service"]
+    linux.run("stop")
+    assert linux.calls() == [f"{user} {verb} paceline.service" for verb in ("restart", "stop")]
     assert linux.run("status").startswith("The service runs (process 4711).\n")
     (linux.home / "shown").write_text(FAILED)
     failed = linux.run("status")
@@ -234,6 +239,76 @@ def test_a_service_gets_its_settings_of_a_file_and_names_the_variables_that_it_m
     assert "secret" not in linux.unit.read_text()
 
 
+PACELINE = """#!/bin/sh
+echo "paceline $*" >>"$HOME/calls"
+[ "$*" != "service status" ] || exit "$BROKEN"
+"""
+
+
+@pytest.fixture
+def installed(linux, monkeypatch) -> Path:
+    """Have Paceline installed by uv from the wheel of a folder; return that folder."""
+    old, tool = linux.home / "old", linux.home / "tool"
+    for folder in (old, tool, linux.home / "new"):
+        folder.mkdir()
+    for folder in ("old", "new"):
+        script = f'echo "install from {folder} $*" >>"$HOME/calls"; exit "$REFUSED_BY_UV"\n'
+        (linux.home / folder / "install.sh").write_text(script)
+    receipt = f'[tool]\nrequirements = [{{ name = "paceline", path = "{old}/a.whl" }}]\n'
+    (tool / "uv-receipt.toml").write_text(receipt)
+    linux.add("paceline", PACELINE)
+    monkeypatch.setattr("sys.prefix", str(tool))
+    monkeypatch.setattr(upgrade, "clone", lambda: None)
+    monkeypatch.setattr(upgrade, "WATCH_S", 0.01)
+    monkeypatch.setattr(upgrade, "_POLL_S", 0.01)
+    monkeypatch.setenv("REFUSED_BY_UV", "0")
+    monkeypatch.setenv("BROKEN", "0")
+    return old
+
+
+RESTARTED = ["paceline service restart", "paceline service status"]
+STOPPED = "systemctl --user stop paceline.service"
+
+
+def test_an_upgrade_drains_replaces_restarts_and_names_the_way_back(
+    linux, installed, capsys
+) -> None:
+    assert main(["upgrade"]) == 0
+    assert linux.calls() == ["install from old ", "paceline --version"], "there is no service"
+    linux.run("install", "gateway")
+    linux.calls()
+    assert main(["upgrade", str(linux.home / "new")]) == 0
+    assert linux.calls() == [STOPPED, "install from new ", *RESTARTED, "paceline --version"]
+    assert f"`sh {installed}/install.sh` goes back to it." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("broken", "calls"),
+    [("BROKEN", [*RESTARTED, RESTARTED[0]]), ("REFUSED_BY_UV", RESTARTED[:1])],
+)
+def test_a_version_that_does_not_start_or_install_is_told_and_the_service_is_not_left_stopped(
+    linux, installed, monkeypatch, broken, calls
+) -> None:
+    linux.run("install", "gateway")
+    linux.calls()
+    monkeypatch.setenv(broken, "1")
+    with pytest.raises(SystemExit, match=f"has failed; `sh {installed}/install.sh` goes back"):
+        main(["upgrade"])
+    assert linux.calls() == [STOPPED, "install from old ", *calls]
+
+
+def test_an_upgrade_names_what_it_needs(linux, installed, monkeypatch) -> None:
+    with pytest.raises(SystemExit, match="Name the folder of the other version"):
+        main(["upgrade", "none"])
+    (linux.home / "tool/uv-receipt.toml").unlink()
+    with pytest.raises(SystemExit, match="as you have installed it"):
+        main(["upgrade"])
+    monkeypatch.setattr(upgrade, "clone", lambda: linux.home)
+    with pytest.raises(SystemExit, match="This is a clone: run `git pull`"):
+        main(["upgrade"])
+    assert linux.calls() == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -245,6 +320,7 @@ def test_a_service_gets_its_settings_of_a_file_and_names_the_variables_that_it_m
         (("status",), "No service is installed; `paceline service install` installs it."),
         (("logs",), "No service is installed"),
         (("logs", "--lines", "0"), "--lines: 0 is not in the range"),
+        (("stop",), "No service is installed"),
         (("restart",), "No service is installed"),
         (("uninstall",), "No service is installed"),
     ],

@@ -2,6 +2,7 @@
 logged."""
 
 import functools
+import json
 import logging
 import socket
 from collections.abc import Callable
@@ -10,13 +11,20 @@ from typing import Any
 
 import pytest
 
+from gateway.cli import main
+from gateway.config.policy_versions import Attribution, PolicyVersion, Reason
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
 from gateway.event_loop import run
 from gateway.server import serve
 from paceline.lifecycle import Shutdown
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
-from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.running_gateway import (
+    RunningGateway,
+    make_settings,
+    running_worker,
+    wait_until,
+)
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.static_workers import static_worker
 
@@ -162,6 +170,44 @@ def test_a_changed_file_is_loaded_at_run_time(file, tmp_path, worker) -> None:
         admin.put(single_pool_policy("e"))
     with running(file, tmp_path) as gateway:
         assert active_policy(gateway) == (6, ["e"], "admin"), "the file is loaded only once"
+
+
+@pytest.mark.parametrize("stored", ["by an admin", "by the file"])
+def test_c15_a_policy_that_an_older_paceline_accepted_stops_no_start(
+    file: Path, tmp_path: Path, log_capture, capsys, stored: str
+) -> None:
+    """The last version that is still valid is active, and each place says so until an edit."""
+    with running(file, tmp_path) as gateway:
+        assert active_policy(gateway) == (1, ["a"], "file")
+    accepted = {**single_pool_policy("b"), "models": {"demo": {"aliases": ["gpt-*"]}}}
+    by = Attribution("ann", "", Reason.EDIT)
+    if stored == "by the file":
+        file.write_text(to_yaml(accepted))
+        by = by._replace(reason=Reason.FILE)
+    version = PolicyVersion.following(1, accepted, by, "then", file.read_text()).model_dump()
+    records = tmp_path / "state.json"
+    state = json.loads(records.read_text())
+    records.write_text(json.dumps({**state, "policy": {**state["policy"], "2": version}}))
+    if stored == "by the file":
+        reads = {"policy_file": {str(file): version}}
+        (tmp_path / "policy-files.json").write_text(json.dumps(reads))
+    with running(file, tmp_path) as gateway, running_worker() as worker:
+        gateway.join(worker)
+        assert active_policy(gateway) == (1, ["a"], "file")
+        told = "This gateway cannot use what is stored as policy 2. Its log says why."
+        assert gateway.client.get("/readyz").text.startswith(f"ready, degraded: {told}")
+        assert main(["status", "--url", gateway.url]) == 0
+        assert told in " ".join(capsys.readouterr().out.split())
+        if stored == "by the file":
+            wait_until(lambda: "without '*'" in file_problem(gateway))
+            assert "The policy file is not in force" in gateway.client.get("/readyz").text
+            file.write_text(to_yaml(single_pool_policy("c")))
+            wait_until(is_active(gateway, 3, ["c"], "file"))
+        else:
+            with PolicyAdmin(gateway.url, gateway.admin_key) as admin:
+                admin.put(single_pool_policy("c"))
+        wait_until(lambda: gateway.client.get("/readyz").text == "ready\n")
+    assert any("name='2' why=models.demo.aliases" in text for text in log_capture.texts)
 
 
 def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_active(

@@ -113,6 +113,7 @@ def test_the_gateway_is_ready_and_serves_requests_while_a_worker_neither_starts_
     assert gateway.client.get(joined, headers=BEARER).status_code == 200
     gateway.join(worker, draining=True)
     assert answers() == [200, 503, 503, 503]
+    assert gateway.client.get("/readyz").text == "no worker: fake-a (draining)\n"
 
 
 def test_two_workers_share_the_load(gateway_with_worker, worker, second_worker) -> None:
@@ -189,6 +190,7 @@ def test_a_lost_worker_is_told_wherever_one_looks_for_it_until_it_signs_off(
     since = datetime.fromisoformat(lost["gone_since"])
     assert since.timestamp() == int(gateway.status()["workers"]["fake-a"]["absence"]["unix_s"])
     assert (metric("available"), metric("cordoned")) == (["0.0"], ["0.0"])
+    assert gateway.client.get("/readyz").text == "no worker: fake-a (gone)\n"
     assert main(["status", "--url", gateway.url]) == 1
     told = since.astimezone().isoformat(sep=" ")
     assert f"fake-a has sent nothing since {told}." in " ".join(capsys.readouterr().out.split())

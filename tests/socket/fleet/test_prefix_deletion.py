@@ -1,12 +1,14 @@
 """What workers have cached of an isolation scope is deleted with its last key."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
+from gateway.cli import main
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.running_gateway import (
     RunningGateway,
@@ -15,7 +17,7 @@ from tests.support.running_gateway import (
     wait_until,
 )
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
-from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 
 async def deleted(engine: ScriptedEngine, scope: str) -> None:
@@ -80,3 +82,17 @@ async def test_an_admin_empties_the_cache_of_a_worker(gateway: RunningGateway) -
         assert engine.dropped == [None]
         unknown = await asyncio.to_thread(gateway.admin.delete, path.replace("-1", "-2"))
         assert status_and_code(unknown) == (404, "worker_not_found")
+
+
+async def test_the_command_empties_all_caches_beside_a_worker_that_starts(
+    gateway: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.join(worker, ready=False, lanes=[])
+    clear = ["prefix-cache", "clear", "--url", gateway.url]
+    async with joined_worker(gateway, "one") as engine:
+        assert await asyncio.to_thread(main, clear) == 1
+        assert engine.dropped == [None]
+        assert await asyncio.to_thread(main, [*clear, "scripted-1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == 2 * "Emptied the prefix cache of scripted-1.\n"
+    assert re.fullmatch("fake-a: .* try again once it is ready.\n", printed.err)

@@ -70,20 +70,6 @@ def test_s32_health_checks_follow_no_redirect(gateway, canary_listener) -> None:
     assert canary_listener.has_no_connections()
 
 
-def test_s35_an_endless_chunked_body_is_cut_at_the_body_limit(make_gateway, worker) -> None:
-    """The gateway counts received bytes and does not rely on a declared length."""
-    limit_bytes = 100_000
-    start = b'{"messages": [{"content": [{"image_url": "data:image/png;base64,'
-    gateway = make_gateway(worker, body_limit_bytes=limit_bytes)
-    with open_socket(gateway) as raw:
-        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n")
-        raw.sendall(b"transfer-encoding: chunked\r\n\r\n")
-        for chunk in (start, *[b"A" * 16_384] * (limit_bytes // 16_384 + 1)):
-            raw.sendall(b"%x\r\n%b\r\n" % (len(chunk), chunk))
-        assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
-    assert not worker.requests
-
-
 OTHER_FORMATS = {
     "JPEG 2000": b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(40),
     "a JPEG 2000 stream": b"\xff\x4f\xff\x51" + bytes(40),
@@ -184,7 +170,9 @@ def test_s46_schemas_of_requests_are_not_stored(gateway_with_worker, worker, tmp
     """GHSA-mgrm-fgjv-mhv8: requests with ever new schemas do not fill the disk."""
 
     def file_sizes() -> dict[str, int]:
-        return {str(file): file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()}
+        """Return those of all files but the list of workers, which a gateway writes by itself."""
+        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        return {str(one): one.stat().st_size for one in files if "workers.json" not in one.name}
 
     with PolicyAdmin(gateway_with_worker.url, gateway_with_worker.admin_key) as admin:
         admin.patch({"limits": {}})

@@ -42,6 +42,10 @@ NOT_RUN = {
     "uv": INSTALLS,
     "pipx": INSTALLS,
     "paceline service": "it changes the services of this machine; test_service.py runs it",
+    **dict.fromkeys(
+        ("paceline backup", "paceline restore"), "it asks for a passphrase; test_backup.py runs it"
+    ),
+    "paceline upgrade": "it replaces this installation; test_service.py runs it",
     "export": "it sets a variable for the next command",
     **dict.fromkeys(("claude", "opencode", "llm", "aiperf", "lm_eval"), CLIENT),
 }

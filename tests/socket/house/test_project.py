@@ -153,6 +153,8 @@ def test_the_wheel_contains_the_shipped_policies_and_the_demo_model(release: Pat
     assert len(policies) > 5
     page = {str(path.relative_to(ROOT)) for path in (ROOT / "gateway/pages").rglob("*.*")}
     page |= {"gateway/pages/admin/index.html", "gateway/pages/vendor/uplot/LICENSE"}
+    guide = {f"gateway/guide/{path.relative_to(ROOT)}" for path in ROOT.glob("docs/**/*.md")}
+    page |= {*guide, "gateway/guide/mkdocs.yml"}
     assert {"policies/schema.json", "workers/with-blas", *policies, *checkpoint, *page} <= packed
     assert {name.split("/")[0] for name in packed if ".dist-info/" not in name} == {
         *("gateway", "paceline", "policies", "workers")

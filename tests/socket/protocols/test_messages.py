@@ -202,6 +202,8 @@ def test_the_words_of_an_error_name_the_field_that_the_client_sent(shared_gatewa
         "messages.1.content.2": {"messages": PICTURES},
         "tools.1.input_schema": {"tools": [WEB_SEARCH, {"name": "look", "input_schema": 7}]},
         "output_config.format.schema": {"output_config": NO_SCHEMA},
+        "output_config.format.type": {"output_config": {"format": {"type": "xml"}}},
+        "output_config.effort": {"output_config": {"effort": "huge"}},
     }
     for place, fields in invalid.items():
         for path in (MESSAGES, COUNT):

@@ -131,9 +131,11 @@ def test_each_answer_of_an_engine_follows_the_schemas(shared: Served, name, *, s
     "piece",
     [
         {"content": 7},
+        {"content": "two", "tool_calls": [7]},
         {"refusal": ["No."]},
         {"reasoning_content": {}},
         {"tool_calls": "f"},
+        {"tool_calls": {}},
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

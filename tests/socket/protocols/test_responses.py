@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import pytest
 from openai.types.conversations import Conversation, ConversationItemList
 from openai.types.responses import InputTokenCountResponse, ResponseItemList
 
@@ -19,7 +18,7 @@ from tests.support.running_gateway import (
     status_and_code,
     wait_until,
 )
-from tests.support.scripted_worker import DONE, ScriptedWorker, event
+from tests.support.scripted_worker import ScriptedWorker
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "demo", "input": "Hi"}
@@ -50,14 +49,6 @@ def events_of(response: httpx.Response, first: int = 0) -> list[dict[str, Any]]:
         read_event(one)
     assert found[0]["sequence_number"] == first
     return found
-
-
-def test_a_response_is_answered_by_a_chat_of_a_worker(shared: Served) -> None:
-    answer = post(shared.gateway)
-    response = read_response(answer.json())
-    assert (response.status, response.output_text) == ("completed", "one two three")
-    assert answer.headers["x-paceline-worker"] == shared.worker.worker_id
-    assert shared.worker.requests[-1].path == "/v1/chat/completions"
 
 
 def test_a_stream_of_a_response_ends_with_its_last_event(served: Served) -> None:
@@ -303,17 +294,3 @@ def test_a_request_is_explained_as_the_chat_that_it_becomes(shared_gateway: Runn
     assert (explained["servable"], explained["profile"]["messages"]) == (True, 2)
     answered = post(shared_gateway, **body)
     assert explained["worker"] == answered.headers["x-paceline-worker"]
-
-
-@pytest.mark.parametrize(
-    "delta", [{"content": 7}, {"content": "two", "tool_calls": [7]}, {"tool_calls": {}}, []]
-)
-def test_a_malformed_event_of_a_worker_fails_the_response(served: Served, delta: Any) -> None:
-    """The client gets all that came before, and no number is missing."""
-    good, bad = (
-        event({"choices": [{"index": 0, "delta": one}]}) for one in ({"content": "one "}, delta)
-    )
-    served.worker.script.events = (good, bad, DONE)
-    events = events_of(post(served.gateway, stream=True))
-    assert events[-1]["response"]["error"]["code"] == "server_error"
-    assert next(one["delta"] for one in events if "delta" in one) == "one "

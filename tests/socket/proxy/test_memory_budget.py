@@ -151,9 +151,7 @@ def test_f26_each_end_of_a_request_gives_its_memory_back(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_f26_a_client_that_leaves_gives_its_memory_back(
-    small: RunningGateway, worker: ScriptedWorker, *, stream: bool
-) -> None:
+def test_f26_a_client_that_leaves_gives_its_memory_back(small, worker, *, stream) -> None:
     worker.script = Script(hang=True)
     with raw_client(small) as client:
         client.send_chat(stream=stream)
@@ -178,9 +176,12 @@ def test_f26_a_revoked_key_gives_its_memory_back(small, worker) -> None:
 def test_f26_an_answer_for_which_there_is_no_memory_is_shed_and_blames_no_worker(
     small: RunningGateway, worker: ScriptedWorker
 ) -> None:
+    """Its worker has written it, so it costs its reservation."""
     worker.script = Script(body=json.dumps(chat_completion(TEXT)).encode())
+    key = small.use_new_key(tokens_a_day=10_000)
     for _ in range(4):
-        assert status_and_code(small.chat()) == OVERLOADED
+        assert status_and_code(small.chat(max_tokens=100)) == OVERLOADED
+    assert small.charged_tokens(key) >= 4 * 100
     worker.script = Script()
     assert small.chat().status_code == 200
 
@@ -201,9 +202,11 @@ def test_f26_a_stream_that_collects_more_than_there_is_memory_for_ends_in_an_err
     small: RunningGateway, worker: ScriptedWorker, path: str, body: dict[str, Any]
 ) -> None:
     worker.script = Script(tokens=(TEXT,) * 4)
+    key = small.use_new_key(tokens_a_day=10_000)
     received = small.client.post(path, json={"model": "demo", "stream": True, **body}).text
     last = received.removesuffix("data: [DONE]\n\n").rpartition("data: ")[2]
     assert "The gateway is overloaded." in last
+    assert small.charged_tokens(key) >= 9
 
 
 def slots_in_use(gateway: RunningGateway) -> int:

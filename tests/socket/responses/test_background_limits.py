@@ -11,6 +11,7 @@ from gateway import errors
 from gateway.app import create_app
 from gateway.http.downstream import CancelScope, EventWriter
 from gateway.memory_budget import MemoryBudget
+from gateway.protocols.openai import InspectionContext
 from gateway.responses import exchange as exchanges
 from gateway.responses.exchange import ResponseExchange, ResponsesService
 from gateway.routing.view import FleetView
@@ -25,7 +26,7 @@ BODY = {"model": "m", "input": "Hi", "background": True}
 LIMITS = {"LOG_LIMIT_BYTES": 20_000, "ENDED_LIMIT": 3, "ENDED_LIMIT_BYTES": 40_000}
 REQUEST: Any = None
 POLICY = PolicyDocument.model_validate(single_pool_policy())
-FLEET = FleetView.of((), frozenset())
+CONTEXT = InspectionContext(POLICY, FleetView.of((), frozenset()))
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ async def respond(service: ResponsesService, *texts: str) -> ResponseExchange:
     exchange = service.exchange()
     hold = MemoryBudget().hold("ann")
     await exchange.open(BODY, "ann", hold, 0)
-    exchange.inspect(BODY, POLICY, FLEET)
+    exchange.inspect(BODY, CONTEXT)
     client: Any = Client("req-1", lambda _: None)
     writer: EventWriter = client
     try:
@@ -107,9 +108,9 @@ async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_
     exchange = await respond(service, *["word " * 200] * 40)
     *_, error, failed = events_of(exchange)
     assert (error["code"], failed["type"]) == ("response_too_large", "response.failed")
-    assert exchange.response["status"] == "failed"
+    assert exchange.builder.response["status"] == "failed"
     kept = service.kept(MemoryBudget().hold("ann"))
-    record = await kept.get("Response", "ann", exchange.response["id"])
+    record = await kept.get("Response", "ann", exchange.builder.response["id"])
     assert record["response"]["status"] == "failed"
     exchange = await respond(service, "word " * 1600)
     assert events_of(exchange)[-1]["type"] == "response.completed"
@@ -121,7 +122,7 @@ async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_
 async def test_the_oldest_responses_are_forgotten_beyond_the_limits(service, chars, held) -> None:
     ended = [await respond(service, "x" * chars) for _ in range(5)]
     logs = [one.log for one in ended if one.log is not None]
-    known = [service.background("ann", one.response["id"]) is not None for one in ended]
+    known = [service.background("ann", one.builder.response["id"]) is not None for one in ended]
     assert known == [False] * (5 - held) + [True] * held
     sizes = [log.size_bytes for log in logs]
     assert sum(sizes[-held:]) <= LIMITS["ENDED_LIMIT_BYTES"]

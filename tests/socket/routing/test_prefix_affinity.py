@@ -203,32 +203,6 @@ def test_a_worker_that_keeps_no_conversation_loses_its_claims(two_worker_gateway
     assert not candidates[0]["prefix_cached"]
 
 
-def test_a_worker_that_reports_an_eviction_is_not_preferred(two_worker_gateway, workers) -> None:
-    chat = Chat(two_worker_gateway, "c")
-    holder, _ = holder_and_other(workers, chat.worker())
-    key = keys_of(holder.requests[0])[0]
-
-    def expected_at() -> set[str]:
-        candidates = explained(two_worker_gateway, chat.messages)["candidates"]
-        return {one["worker_id"] for one in candidates if one["prefix_cached"]}
-
-    assert expected_at() == {holder.worker_id}
-    two_worker_gateway.join(holder, evicted_prefixes=[key])
-    assert expected_at() == set()
-    chat.ask()
-    assert two_worker_gateway.status()["prefix"]["not_reused"] == {"evicted": 1}
-
-
-def test_an_edited_message_is_named(gateway_with_worker: RunningGateway) -> None:
-    chat = Chat(gateway_with_worker, "c")
-    for _ in range(5):
-        chat.ask()
-    chat.messages[4] = {"role": "user", "content": "Something else."}
-    chat.ask()
-    prefix = gateway_with_worker.status()["prefix"]
-    assert prefix["not_reused"] == {"changed at message 5": 1}
-
-
 @pytest.mark.parametrize(
     ("isolation", "same_team", "other_team"),
     [("key", False, False), ("team", True, False), ("none", True, True)],

@@ -68,14 +68,6 @@ async def test_gateways_exchange_claims_and_their_removal(two_indexes: Pair) -> 
     assert first.workers() == set()
 
 
-async def test_a_claim_expires_at_another_gateway_after_its_ttl(two_indexes: Pair) -> None:
-    first, second = two_indexes
-    first.claim("p", rules=PrefixPolicy(ttl_s=60))
-    await sync(first, second)
-    second.now_s += 61
-    assert second.workers() == set()
-
-
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_started_gateway_loads_earlier_claims_page_by_page(
     two_indexes: Pair, monkeypatch: pytest.MonkeyPatch, together: bool
@@ -137,20 +129,6 @@ async def test_a_claim_ages_while_it_is_stored_in_redis(two_indexes, redis) -> N
         redis.client.xadd(STREAM, fields, id=f"{stored_ms}-{number}")
     await late.sync()
     assert (late.workers("p"), late.workers("q")) == (set(), {STUDIO})
-
-
-async def test_claims_of_an_outage_are_written_after_it(private_redis, open_redis) -> None:
-    first, second = (PeerGateway(open_redis(private_redis)) for _ in range(2))
-    await first.sync()
-    private_redis.kill()
-    first.claim("p")
-    for _ in range(2):
-        with pytest.raises(RecordsUnwritable):
-            await first.sync()
-    assert first.workers() == {STUDIO}, "a gateway uses its own claims"
-    private_redis.start()
-    await sync(first, second)
-    assert second.workers() == {STUDIO}
 
 
 async def test_an_invalid_entry_is_skipped(redis: RedisServer, two_indexes: Pair) -> None:

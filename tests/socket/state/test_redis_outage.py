@@ -66,7 +66,7 @@ def test_f29_a_start_without_redis_serves_stored_keys_and_recovers(
     ready = after.client.get("/readyz")
     assert (ready.status_code, ready.text) == (200, "ready, degraded: Redis cannot be reached.\n")
     degraded = {"state": "degraded", "problem": "Redis cannot be reached.", "file_problem": ""}
-    assert redis_status(after) == {"kind": "redis", **degraded, "gateways": 0}
+    assert redis_status(after).items() >= {"kind": "redis", **degraded, "gateways": 0}.items()
     assert metric(after) == "paceline_store_degraded 1.0"
     rejected = after.admin.post("/admin/v1/keys", json={"name": "not now"})
     assert status_and_code(rejected) == (503, "state_unavailable")

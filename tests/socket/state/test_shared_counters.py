@@ -65,34 +65,6 @@ async def sync(*gateways: GatewayCounters, times: int = 1) -> None:
         await gateway.sync()
 
 
-async def test_counts_of_all_gateways_add_up_after_any_number_of_syncs(open_counters) -> None:
-    first, second = open_counters(), open_counters()
-    first.count({DONE: 2, ("retries",): 1})
-    second.count({DONE: 3})
-    await sync(first, second, times=3)
-    assert await first.counts() == await second.counts() == {DONE: 5, ("retries",): 1}
-    first.count({DONE: 1})
-    await first.sync()
-    assert await open_counters().counts() == {DONE: 6, ("retries",): 1}
-
-
-async def test_counts_during_an_outage_are_written_later_and_once(
-    private_redis: RedisServer, open_counters: OpenCounters
-) -> None:
-    first, second = open_counters(private_redis), open_counters(private_redis)
-    first.count({DONE: 1})
-    await sync(first, second)
-    private_redis.kill()
-    for _ in range(2):
-        first.count({DONE: 1})
-        with pytest.raises(RecordsUnwritable):
-            await first.sync()
-    assert await first.store.counts() == {DONE: 3}
-    private_redis.start()
-    await sync(second, first)
-    assert await second.counts() == await first.counts() == {DONE: 3}
-
-
 async def test_an_old_process_is_folded_and_counts_once(redis, open_counters) -> None:
     for count in (2, 3):
         ended = open_counters()
@@ -138,17 +110,6 @@ async def test_gateways_restore_the_counts_of_ended_processes_to_an_emptied_redi
     later = open_counters()
     assert await later.counts() == {DONE: 5}
     assert [report.lanes[0].requests for report in await later.store.reports()] == [5]
-
-
-async def test_an_outdated_report_does_not_decrease_counts(open_counters: OpenCounters) -> None:
-    first, second = open_counters(), open_counters()
-    await first.store.store_report(boot_report("a", 5))
-    await first.sync()
-    await second.store.store_report(boot_report("a", 3))
-    await second.sync()
-    for gateway in (first, second, open_counters()):
-        await gateway.sync()
-        assert [report.lanes[0].requests for report in await gateway.store.reports()] == [5]
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", '{"updated_ms":1,"totals":[[5,5]]}', "{}"])

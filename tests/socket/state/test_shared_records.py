@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.errors import RecordsUnwritable, WriteUnconfirmed
+from gateway.errors import RecordsUnwritable
 from gateway.state.records import RedisRecords
 from gateway.state.redis import RedisClient
 from tests.support.gateway_fixtures import OpenRedis
@@ -69,25 +69,6 @@ async def test_one_of_many_concurrent_adds_of_a_name_succeeds(open_records: Open
     assert sum(added) == 1
 
 
-async def test_records_stay_readable_and_are_restored_after_redis_loses_its_data(
-    private_redis: RedisServer, open_records: OpenRecords
-) -> None:
-    records, client = open_records(private_redis)
-    await records.add("keys", "a", '{"n":1}')
-    await records.add("keys", "a/revoked", '{"at":2}')
-    expected = await records.all("keys")
-
-    private_redis.kill()
-    assert await records.all("keys") == expected
-    assert client.problem == "Redis cannot be reached."
-    private_redis.start()
-    await check_redis(client)
-    assert await records.all("keys") == expected
-
-    assert not client.problem
-    assert await open_records(private_redis)[0].all("keys") == expected
-
-
 async def test_f60_records_are_restored_where_an_edit_or_a_second_loss_comes_first(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:
@@ -107,31 +88,6 @@ async def test_f60_records_are_restored_where_an_edit_or_a_second_loss_comes_fir
     await first.remove("keys", "a")
     for records in (first, second):
         assert set(await records.all("keys")) == {"a/revoked", "b", "c"}
-
-
-async def test_a_start_without_redis_reads_the_local_copy_and_marks_it_outdated(
-    private_redis: RedisServer, open_records: OpenRecords
-) -> None:
-    records, _ = open_records(private_redis)
-    await records.add("keys", "b", "1")
-    await records.add("keys", "a", "2")
-    expected = await records.all("keys")
-    assert records._writing is not None
-    await records._writing
-    private_redis.kill()
-
-    later, client = open_records(private_redis)
-    assert list(await later.all("keys")) == list(expected) == ["b", "a"]
-    assert not later.is_current("keys")
-    with pytest.raises(RecordsUnwritable):
-        await later.add("keys", "c", "3")
-
-    private_redis.start()
-    await check_redis(client)
-    assert await later.all("keys") == expected
-    assert later.is_current("keys")
-    assert await later.add("keys", "c", "3")
-    assert not client.problem
 
 
 async def test_an_older_redis_state_does_not_reactivate_a_revoked_key(
@@ -161,21 +117,6 @@ async def test_a_foreign_value_is_returned_as_a_string_and_breaks_no_record(
     assert not client.problem
 
 
-async def test_a_key_of_another_type_is_a_failure_and_not_an_empty_table(
-    redis: RedisServer, open_records: OpenRecords
-) -> None:
-    records, client = open_records()
-    await records.add("keys", "a", "1")
-    await records.all("keys")
-    redis.client.set(KEYS, "a string")
-    assert await records.all("keys") == {"a": "1"}
-    assert client.problem == "A Redis key of Paceline has another type."
-    redis.client.delete(KEYS)
-    assert await records.all("keys") == {"a": "1"}
-    assert not client.problem
-    assert redis.client.hexists(KEYS, "a")
-
-
 async def test_a_full_redis_takes_edits_and_what_it_has_lost(private_redis, open_records) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
@@ -188,28 +129,6 @@ async def test_a_full_redis_takes_edits_and_what_it_has_lost(private_redis, open
     assert private_redis.client.hexists("paceline:{keys}:records", "b")
     await records.remove("keys", "b")
     assert await records.all("keys") == {"a": "3"}
-
-
-async def test_an_edit_of_a_frozen_redis_is_unconfirmed_and_may_be_stored(
-    private_redis: RedisServer, open_records: OpenRecords
-) -> None:
-    records, client = open_records(private_redis, admin_deadline_s=0.3)
-    await records.add("keys", "a", "1")
-    assert await records.all("keys") == {"a": "1"}
-    private_redis.freeze()
-    with pytest.raises(WriteUnconfirmed):
-        await records.add("keys", "b", "2")
-    assert client.unreachable
-    with pytest.raises(RecordsUnwritable) as error:
-        await records.remove("keys", "a")  # the gateway does not send it
-    assert error.type is RecordsUnwritable, "an unsent edit is not unconfirmed"
-    assert await records.all("keys") == {"a": "1"}
-
-    private_redis.resume()
-    await check_redis(client)
-    async with asyncio.timeout(60):
-        while await records.all("keys") != {"a": "1", "b": "2"}:
-            await asyncio.sleep(0.05)
 
 
 async def test_an_edit_waits_for_a_slow_redis(private_redis, open_records) -> None:

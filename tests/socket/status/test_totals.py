@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.fleet import health as control
 from gateway.status.model import schema
-from paceline.protocol import Speculation, WorkerReport
+from paceline.protocol import WorkerReport
 from tests.support.fault_proxy import Fault
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import (
@@ -24,17 +24,6 @@ from tests.support.scripted_worker import (
     lane_report,
     speculation,
 )
-
-MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
-MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
-
-
-def test_inconsistent_counts_of_a_worker_are_not_added(gateway_with_worker, worker) -> None:
-    for counts in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
-        lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**counts)})
-        worker.status_report = worker.report().model_copy(update={"lanes": (lane,)})
-        attempted = gateway_with_worker.status()["mtp"]["attempted"]
-        assert attempted == 0, "the gateway rejects the report"
 
 
 def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(gateway, worker) -> None:
@@ -290,8 +279,8 @@ def test_the_time_of_a_token_is_the_one_that_its_worker_tells(
 def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(gateway, worker) -> None:
     status = gateway.status()
     PUBLISHED.validate(status)
-    alone = {"kind": "memory", "state": "ok", "problem": "", "file_problem": "", "gateways": 1}
-    assert status["store"] == alone, "without Redis"
+    assert (status["store"]["kind"], status["store"]["state"]) == ("memory", "ok")
+    assert status["store"]["gateways"] == 1
     gateway.join(worker)
     gateway.chat()
     gateway.remove_worker(worker)

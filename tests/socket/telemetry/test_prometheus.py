@@ -253,8 +253,6 @@ def test_promtool_accepts_the_alerts_and_every_expression(tmp_path: Path) -> Non
 HEALTHY_MIN, TOTAL_MIN = 1440, 1470
 DRAFTS = 'vllm:spec_decode_num_{}_total{{model_name="demo",worker="a"}}'
 REQUESTS = 'paceline_requests_total{{pool="text-mtp",reason="{}",status="200"}}'
-
-
 CONDITIONS = {
     "PacelineAcceptanceFell": (
         {

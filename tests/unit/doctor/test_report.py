@@ -58,8 +58,6 @@ ROUNDS = tuple(
 )
 SAME = Equality(answers=8, equal=8)
 DIFFERENT = Equality(answers=8, equal=6, first_differences=(17, 31))
-
-
 LONG_ROWS = MODEL.model_copy(update={"row_bytes": 12 * GB})
 
 

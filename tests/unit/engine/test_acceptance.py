@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from workers.engine.decode.acceptance import accept_drafts
+from workers.engine.decode.step_graph import accept_drafts
 
 
 @pytest.mark.parametrize(

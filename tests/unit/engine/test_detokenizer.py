@@ -17,11 +17,11 @@ def stream(text: str, stop: Sequence[str] = ()) -> tuple[str, bool, list[str]]:
     pieces = []
     for byte in text.encode():
         pieces.append(out.push(byte))
-        if out.stopped:
+        if out.stopped_by is not None:
             break
     else:
         pieces.append(out.flush())
-    return "".join(pieces), out.stopped, pieces
+    return "".join(pieces), out.stopped_by is not None, pieces
 
 
 @given(st.text().map(lambda text: text.replace("\ufffd", "")))

@@ -71,7 +71,7 @@ def run_policy(
     chosen = []
     row: Accepted = []
     for _ in range(steps):
-        k = policy.choose([policy.promised_tokens(row)] * rows)
+        k = policy.choose([row] * rows)
         chosen.append(k)
         policy.observe_cost(rows, k, cost_s[k] * rng.uniform(0.9, 1.1))
         accepted = 0
@@ -114,12 +114,12 @@ def test_every_answer_in_a_small_batch_begins_with_drafts() -> None:
     run_policy(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
     run_policy(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7, rows=8)
 
-    assert [
-        policy.choose([policy.promised_tokens()], fewest_steps=steps)
-        for steps in (0, EXPLORATION_STEPS - 1)
-    ] == [2, 2]
-    assert policy.choose([policy.promised_tokens()], fewest_steps=EXPLORATION_STEPS) == 0
-    assert policy.choose([policy.promised_tokens()] * 8, fewest_steps=0) == 0
+    assert [policy.choose([[]], fewest_steps=steps) for steps in (0, EXPLORATION_STEPS - 1)] == [
+        2,
+        2,
+    ]
+    assert policy.choose([[]], fewest_steps=EXPLORATION_STEPS) == 0
+    assert policy.choose([[]] * 8, fewest_steps=0) == 0
 
 
 def test_a_small_difference_does_not_change_the_length() -> None:

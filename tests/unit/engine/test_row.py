@@ -171,12 +171,6 @@ def test_a_token_without_text_comes_without_delay() -> None:
     assert tokens == [(SourcedToken("", None),), (SourcedToken("\u00fc", None),)]
 
 
-def test_no_tokens_are_listed_unless_the_request_asks_for_them() -> None:
-    row, deltas = recorded_row()
-    row.append_tokens([*b"abc", END], now_s=0)
-    assert [delta.tokens for delta in deltas] == [()]
-
-
 def test_a_row_holds_its_prompt_and_all_of_its_answer_but_the_last_token() -> None:
     row, _ = recorded_row()
     held = []

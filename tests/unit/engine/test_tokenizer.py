@@ -75,8 +75,6 @@ HISTORY: list[dict[str, Any]] = [
     {"role": "user", "content": "And?"},
 ]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {}}}
-
-
 DESCRIBED = 'You can use these functions:\n{"name": "add", "parameters": {}}'
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -162,32 +162,6 @@ def test_a_pool_has_the_lanes_that_its_policy_names(fleet: Fleet, pool: str, lan
     assert [found.name for _, found in lanes] == [lane]
 
 
-def test_f20_a_worker_that_fails_five_times_is_ejected_for_ten_seconds(fleet: Fleet) -> None:
-    fleet.hear("a", "b")
-    fleet.fail("a", 5)
-    assert fleet.ids == ["b"]
-    assert fleet.try_lease("a") is None
-    fleet.clock.now_s = START_S + 5.0
-    fleet.hear("a", "b")
-    assert fleet.ids == ["b"], "a heartbeat ends no ejection"
-    assert [worker.ejected_for_s for worker in fleet.workers()] == [5.0, 0.0]
-    fleet.clock.now_s = START_S + 10.0
-    fleet.hear("a", "b")
-    assert fleet.ids == ["a", "b"]
-
-
-def test_f24_probation_allows_one_request_then_two_then_all(fleet: Fleet) -> None:
-    fleet.hear("a", "b")
-    fleet.eject("a", AttemptResult.UNREACHABLE)
-    for at_a_time in (1, 2, 4):
-        first, *others = [fleet.lease("a") for _ in range(at_a_time)]
-        assert fleet.try_lease("a") is None
-        fleet.release(first, AttemptResult.SUCCEEDED)
-        for lease in others:
-            fleet.release(lease, AttemptResult.ABANDONED)
-    assert fleet.workers()[0].breaker.probation_limit is None
-
-
 def test_a_disconnected_client_neither_ends_nor_fails_a_probation(fleet: Fleet) -> None:
     fleet.hear("a", "b")
     fleet.eject("a")
@@ -293,9 +267,7 @@ def test_an_answer_to_a_call_back_ends_an_ejection_for_failed_connections(fleet:
     assert fleet.ids == ["a"], "it ends no ejection for failed requests"
 
 
-def test_an_id_that_another_worker_asks_for_is_told_once_and_for_ten_minutes(
-    fleet: Fleet, caplog
-) -> None:
+def test_an_id_that_another_worker_asks_for_is_told_once_and_for_ten_minutes(fleet, caplog) -> None:
     fleet.heartbeat(report())
     (worker,) = fleet.workers()
     for _ in range(3):
@@ -335,9 +307,7 @@ def test_the_next_view_tells_why_no_worker_of_a_model_speculates_any_more(fleet:
         assert view.lanes["demo", "vlm"].capable
 
 
-def test_a_view_is_taken_anew_if_other_workers_are_available_and_else_updated(
-    fleet: Fleet,
-) -> None:
+def test_a_view_is_taken_anew_if_other_workers_are_available_and_else_updated(fleet) -> None:
     fleet.heartbeat(report())
     first = fleet.view()
     fleet.clock.advance(0.001)

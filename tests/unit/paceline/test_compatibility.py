@@ -57,7 +57,6 @@ def test_a_value_that_would_change_the_answer_is_refused_by_name(name: str, valu
     assert str(refused.value.param).split(".")[0] == name
 
 
-CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 PICTURE = "data:image/gif;base64,R0lGODlhAQABAAAAACw="
 

@@ -22,11 +22,7 @@ from tests.support.chat_bodies import (
 from tests.support.images import data_url, png_header
 
 LARK: dict[str, Any] = {"syntax": "lark", "definition": 'start: "a"'}
-
-
 FORM = {"type": "json_schema"}
-
-
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 WRITE = {"type": "function", "function": {"name": "write", "parameters": TEXT}}
 
@@ -69,7 +65,7 @@ INVALID: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (3,),
     "tools": ({}, [TOOL] * 129),
     "tool_grammars": ([], {"write": LARK}),
-    "response_format": ("json", {"type": ["json_object"]}, FORM | {"json_schema": nested_json(32)}),
+    "response_format": (FORM | {"json_schema": nested_json(32)},),
     "guided_json": (nested_json(33),),
     "guided_regex": ("x" * 65537,),
     "chat_template_kwargs": (
@@ -98,6 +94,10 @@ INVALID: dict[str, tuple[Any, ...]] = {
         *(
             ({"messages": [{"role": "user", "content": "", name: 5}]}, f"messages[0].{name}")
             for name in ("name", "tool_call_id", "reasoning_content", "reasoning")
+        ),
+        *(
+            ({"response_format": form}, "response_format.type")
+            for form in ("json", {"type": ["json_object"]})
         ),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"stream": True, "stream_options": 5}, "stream_options"),

@@ -23,8 +23,6 @@ PICTURE = SAMPLED._replace(media=(("image", 1),), pixels=1_000_000)
 SATURDAY_NOON = CallerAttributes(headers={"x-batch": "yes"}, minute_of_week=(5 * 24 + 12) * 60)
 MONDAY_NOON = SATURDAY_NOON._replace(minute_of_week=12 * 60)
 MONDAY_NIGHT = SATURDAY_NOON._replace(minute_of_week=21 * 60)
-
-
 INTERNS, CI = CallerAttributes(team="interns"), CallerAttributes(headers={"x-client": "ci"})
 
 

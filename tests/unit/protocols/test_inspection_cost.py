@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 
 from gateway.protocols.messages import MessagesFormat
-from gateway.protocols.openai import CHAT, WireFormat
+from gateway.protocols.openai import CHAT, InspectionContext, WireFormat
 from gateway.protocols.responses import ResponsesFormat
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.view import FleetView
 from gateway.types import Caller
 from policies.document import PolicyDocument
+from tests.support.chat_bodies import user
 from tests.support.images import data_url, png_header
 from tests.support.policies import single_pool_policy
 
 POLICY = PolicyDocument.model_validate(single_pool_policy())
-FLEET = FleetView.of((), frozenset())
+CONTEXT = InspectionContext(POLICY, FleetView.of((), frozenset()))
 HASHER = PrefixHasher(b"secret")
 SMALL, LARGE = 500, 8_000
 
@@ -34,10 +35,6 @@ def responses() -> WireFormat:
 
 def messages() -> WireFormat:
     return MessagesFormat(Sealer(b"secret"))
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def called(index: int) -> list[dict[str, Any]]:
@@ -77,7 +74,7 @@ def test_c16_inspection_is_linear(wire_format, field, build) -> None:
         began_s = time.thread_time()
         for each in copies:
             made = CHAT if wire_format is None else wire_format()
-            inspected = made.inspect(each, POLICY, FLEET)
+            inspected = made.inspect(each, CONTEXT)
             HASHER.prefix_keys(inspected, Caller(), POLICY.prefix)
         return time.thread_time() - began_s
 

@@ -15,11 +15,12 @@ from gateway.protocols.base import AnswerMalformed
 from gateway.protocols.documents import Document, Readable
 from gateway.protocols.history import words_for
 from gateway.protocols.messages import MessagesFormat, error_body
-from gateway.protocols.messages.request import to_chat
+from gateway.protocols.messages.request import MessagesChat, to_chat
 from gateway.protocols.messages.response import MessageEncoder, message_of
 from gateway.protocols.sealing import Sealer
 from gateway.strict_json import encode_json
 from paceline.request.fields import FieldError
+from tests.support.chat_bodies import user
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
@@ -43,12 +44,9 @@ def is_ours(reasoning: str, signature: str) -> bool:
 CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "a"}}
 LOOK = {"name": "look", "input_schema": {"type": "object"}}
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+SINGLE = {"type": "auto", "disable_parallel_tool_use": "no"}
 SEARCH = {"type": "tool", "name": "web_search"}
-
-
 LINE = "x-anthropic-billing-header: cch=1a2b"
-
-
 USAGE = {
     "prompt_tokens": 10,
     "completion_tokens": 3,
@@ -87,12 +85,8 @@ def image(picture: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": picture}}
 
 
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
 def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
-    encoder = MessageEncoder(sign, {})
+    encoder = MessageEncoder(sign, MessagesChat({}, {}))
     return named_events(b"".join(encoder.event(b"", one) for one in frames) + encoder.done())
 
 
@@ -363,9 +357,10 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEB_SEARCH, LOOK], "tool_choice": SEARCH}, "tool_choice.name"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [LOOK], "tool_choice": SINGLE}, "tool_choice.disable_parallel_tool_use"),
+        ({"tools": [{**LOOK, "defer_loading": "no"}]}, "tools.0.defer_loading"),
+        ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking.display"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
-        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"n": 2}, "n"),
     ],
@@ -385,7 +380,7 @@ def test_an_answer_of_another_shape_is_malformed() -> None:
     request: Any = None
     malformed = 0
     for odd in with_odd_values(answer):
-        encoder = MessageEncoder(sign, {})
+        encoder = MessageEncoder(sign, MessagesChat({}, {}))
         try:
             if isinstance(odd, dict):
                 json.loads(MESSAGES.encode(request, odd, b""), parse_constant=pytest.fail)
@@ -560,7 +555,7 @@ def test_tokens_up_to_the_last_breakpoint_are_counted_as_stored(fields, content,
 def usages_of(place: str) -> Iterator[dict[str, Any]]:
     frame = {"id": "chatcmpl-1", "model": "m", "usage": USAGE}
     yield message_of(frame, [], place)["usage"]
-    encoder = MessageEncoder(None, {}, place)
+    encoder = MessageEncoder(None, MessagesChat({}, {}, breakpoint_in=place))
     begin = named_events(encoder.event(b"", chat_chunk({"content": "a"}, usage=USAGE)))
     yield begin[0]["message"]["usage"]
     # A worker may find no room to store the prompt, and an engine may count otherwise at the end.

@@ -8,15 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.errors import FieldInvalid, GatewayError, LimitReached, RefusedByWorker, WorkerLost
-from gateway.protocols.base import AnswerMalformed
+from gateway.protocols.base import AnswerMalformed, encode_event
 from gateway.protocols.documents import Document
 from gateway.protocols.history import words_for
+from gateway.protocols.openai import InspectionContext
 from gateway.protocols.responses import DONE, ResponsesFormat
 from gateway.protocols.responses.request import check_items
 from gateway.protocols.sealing import Sealer
 from gateway.routing.view import FleetView
 from paceline.request.fields import FieldError
 from policies.document import PolicyDocument
+from tests.support.chat_bodies import user
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
@@ -68,15 +70,11 @@ SEARCH_OUTPUT = {
     "status": "completed",
     "tools": [MAIL, {"type": "function"}, {"type": "web_search"}],
 }
-
-
 CALLED = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
-
-
 REQUEST: Any = None
 PICTURE = data_url(png_header(8, 8))
 POLICY = PolicyDocument.model_validate(single_pool_policy())
-FLEET = FleetView.of((), frozenset())
+CONTEXT = InspectionContext(POLICY, FleetView.of((), frozenset()))
 
 
 def new_format() -> ResponsesFormat:
@@ -90,17 +88,13 @@ def body(*items: Any, **fields: Any) -> dict[str, Any]:
 def wire(*items: Any, **fields: Any) -> ResponsesFormat:
     """Return a request with these items that has been inspected."""
     exchange = new_format()
-    exchange.inspect(body(*items, **fields), POLICY, FLEET)
+    exchange.inspect(body(*items, **fields), CONTEXT)
     return exchange
 
 
 def chat(*items: Any, **fields: Any) -> dict[str, Any]:
     """Return the chat for a request with these items."""
-    return dict(wire(*items, **fields).inspect({}, POLICY, FLEET).body)
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
+    return dict(wire(*items, **fields).inspect({}, CONTEXT).body)
 
 
 def whole(exchange: ResponsesFormat, message: dict[str, Any], reason: str = "stop") -> Any:
@@ -128,7 +122,7 @@ def streamed(
 ) -> list[dict[str, Any]]:
     encoder = exchange.encoder(REQUEST)
     stream = b"".join(encoder.event(b"", frame) for frame in frames) + encoder.done()
-    return split(stream + exchange.final_event(), valid=valid)
+    return split(stream + encode_event(exchange.builder.final()) + DONE, valid=valid)
 
 
 def test_a_plain_request_is_a_chat() -> None:
@@ -197,7 +191,7 @@ def test_f64_no_item_of_a_history_ends_a_conversation() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": output},
         user("And?"),
     ]
-    inspected = wire(*items).inspect({}, POLICY, FLEET)
+    inspected = wire(*items).inspect({}, CONTEXT)
     first, reply, told, behind = inspected.body["messages"]
     assert first["content"] == WORDS
     kinds = ("item_reference", "output_audio", "computer_call")
@@ -224,7 +218,7 @@ def test_replies_and_what_stands_behind_them_keep_their_order_and_names() -> Non
     words = words_for("computer_call_output")
     assert messages == [{"role": "assistant", "content": "One.\n\nTwo."}, user(f"{words}\n\nAnd?")]
     picture = {"type": "input_image", "image_url": PICTURE}
-    too_many = wire(user([picture] * 33), *said, user("And?")).inspect({}, POLICY, FLEET)
+    too_many = wire(user([picture] * 33), *said, user("And?")).inspect({}, CONTEXT)
     replaced = [f"input[0].content[{place}]:image_url" for place in range(8)]
     assert [*too_many.profile.replaced] == replaced, "as the client sent them"
 
@@ -232,7 +226,7 @@ def test_replies_and_what_stands_behind_them_keep_their_order_and_names() -> Non
 def test_a_kept_item_was_new_once_and_is_not_refused() -> None:
     exchange = new_format()
     exchange.history = [{"type": "message", **user(UNREADABLE)}]
-    inspected = exchange.inspect(body(conversation="conv_1"), POLICY, FLEET)
+    inspected = exchange.inspect(body(conversation="conv_1"), CONTEXT)
     assert inspected.body["messages"] == [user(f"{WORDS}\n\nHi")]
     assert inspected.profile.replaced[0] == "conversation.content[0]:input_file"
     check_items([{"type": "shell_call"}], "items")
@@ -248,7 +242,7 @@ def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
     exchange, raw = new_format(), body(*items)
     assert exchange.pdfs(raw) == ("m", ("JVBERi0x",) * 2)
     read = {"JVBERi0x": Document("One", 1, (PICTURE,))}
-    first, told, behind = exchange.inspect(raw, POLICY, FLEET, read).body["messages"]
+    first, told, behind = exchange.inspect(raw, CONTEXT._replace(documents=read)).body["messages"]
     text = "[The text of the PDF document 'a b', 1 pages:]\nOne"
     assert [one.get("text") for one in first["content"]] == [text, None, None]
     assert told["content"] == text
@@ -256,7 +250,7 @@ def test_a_pdf_is_its_text_and_its_pages_wherever_it_stands() -> None:
     error = RefusedByWorker(400, "No.", param="messages[0].content[2].image_url", code="x")
     assert exchange.named(error).param == "input[0].content[1].image_url"
     with pytest.raises(FieldInvalid, match="was not read") as refused:
-        exchange.inspect(raw, POLICY, FLEET)
+        exchange.inspect(raw, CONTEXT)
     assert refused.value.param == "input[0].content[0].file_data"
     check_items([{"type": "message", **user([pdf])}], "items")
 
@@ -320,9 +314,12 @@ def test_tools_that_the_client_finds_are_tools_of_the_chat() -> None:
     text = "Tool: mail__look\n\nTool: mail__code"
     assert found == again == {"role": "tool", "tool_call_id": "c1", "content": text}
     assert "tools" not in chat(user("Summarise."), SEARCH_CALL, SEARCH_OUTPUT)
+    odd = [{**LOOK, **one} for one in ({"name": "["}, {"strict": "x"}, {"parameters": 7})]
+    output = {**SEARCH_OUTPUT, "tools": [*odd, custom(syntax="ebnf")]}
+    assert len(chat(user("Hi"), SEARCH_CALL, output, tools=[SEARCH])["tools"]) == 1
     later = new_format()
     later.history = [SEARCH_CALL, SEARCH_OUTPUT]
-    sent = dict(later.inspect(body(tools=[SEARCH]), POLICY, FLEET).body)
+    sent = dict(later.inspect(body(tools=[SEARCH]), CONTEXT).body)
     names = [one["function"]["name"] for one in sent["tools"]]
     assert names == ["tool_search", "mail__look", "mail__code"]
     call = {"id": "c2", "function": {"name": "mail__look", "arguments": "{}"}}
@@ -474,13 +471,8 @@ def test_a_whole_answer_is_a_response() -> None:
 @pytest.mark.parametrize(
     ("reason", "detail"), [("length", "max_output_tokens"), ("content_filter", "content_filter")]
 )
-def test_a_cut_answer_is_incomplete_and_so_is_its_last_item(reason: str, detail: str) -> None:
-    response = whole(wire(), {"content": "I lo"}, reason)
-    read_response(response)
-    assert response["incomplete_details"] == {"reason": detail}
-    assert response["status"] == response["output"][0]["status"] == "incomplete"
-    frames = chat_chunk({"content": "I lo"}), chat_chunk({}, finish_reason=reason)
-    assert streamed(wire(), *frames)[-1]["type"] == "response.incomplete"
+def test_a_cut_answer_has_its_reason_and_its_last_call_what_came(reason: str, detail: str) -> None:
+    assert whole(wire(), {"content": "I lo"}, reason)["incomplete_details"] == {"reason": detail}
     for arguments, text in (('{"input": "a\\nb', "a\nb"), ('{"input', ""), ("", ""), ("{x", "{x")):
         calls = [{"id": "c1", "function": {"name": "patch", "arguments": arguments}}]
         custom_call = whole(wire(tools=[PATCH]), {"tool_calls": calls}, reason)["output"][-1]
@@ -633,7 +625,8 @@ def test_a_silent_stream_gets_an_event_behind_each_comment_unless_in_the_backgro
         encoder.done(),
     ]
     assert all(pieces[place].startswith(comment) for place in (0, 1, 3))
-    found = split(b"".join(pieces).replace(comment, b"") + exchange.final_event())
+    end = encode_event(exchange.builder.final()) + DONE
+    found = split(b"".join(pieces).replace(comment, b"") + end)
     names = [one["type"] for one in found]
     assert names[:3] == ["response.created", "response.in_progress", "response.in_progress"]
     assert names.count("response.created") == 1

@@ -8,6 +8,7 @@ import pytest
 from gateway.auth.rate_limits import RateLimiter
 from gateway.errors import (
     FieldInvalid,
+    FieldUnheld,
     GatewayError,
     KeyEnded,
     NoWorker,
@@ -16,11 +17,14 @@ from gateway.errors import (
     QueueFull,
     RecordsUnwritable,
     RefusedByWorker,
+    RefusedInAnswer,
     RequestTooLong,
     ResponseTooLarge,
     ShuttingDown,
     WorkerBusy,
+    WorkerFailed,
     WorkerLost,
+    WorkerSilent,
     WorkerUnreachable,
 )
 from gateway.http.downstream import ClientDisconnected
@@ -56,9 +60,16 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
         (ResponseTooLarge(1), Spent(1, 10, 10), Spent(1, 10, 3)),
         (KeyEnded(), Spent(1, 10, 10), Spent(1, 10, 3)),
         (ShuttingDown(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (RefusedInAnswer(400, "costly", param=None, code=None), Spent(1, 10, 10), Spent(1, 10, 3)),
+        # Also if the gateway ends it, or the worker took too long for what the request asks.
+        (Overloaded(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (RecordsUnwritable(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (WorkerSilent(), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (FieldUnheld("stop"), Spent(1, 10, 10), Spent(1, 10, 3)),
+        (RuntimeError(), Spent(1, 10, 10), Spent(1, 10, 3)),
         # The worker failed: no key pays for an estimate.
         (WorkerLost(), Spent(1, 0), Spent(1, 7)),
-        (RuntimeError(), Spent(1, 0), Spent(1, 7)),
+        (WorkerFailed(), Spent(1, 0), Spent(1, 7)),
         # No worker began.
         (WorkerUnreachable(), Spent(), Spent()),
         (WorkerBusy(retry_after_s=1.0), Spent(), Spent()),

@@ -21,11 +21,7 @@ NOW_S = 1_000_000.0
 PROMPT = system_prompt()
 PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, max_tokens=6)
 CANDIDATE = Candidate("vlm", "vlm", "mac", "policy", 0.0)
-
-
 CACHED = CANDIDATE._replace(prefix_cached=True)
-
-
 CALLER = Caller(client="k", key="k")
 
 

@@ -12,15 +12,13 @@ from hypothesis import strategies as st
 from gateway.routing.select import Decision, RoutingRequest, _pool_lanes, decide
 from gateway.routing.view import WorkerView
 from paceline.request.profile import Bypass, Endpoint, RequestProfile, Sampling
-from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument, default_policy
 from tests.support.fleet_views import fleet_view, view_of, worker_view
-from tests.support.policies import DEFAULT_ROUTE, make_policy
+from tests.support.policies import make_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scripted_worker import lane_report
 
 POLICY = default_policy()
-PICTURE = GREEDY._replace(media=(("image", 1),))
 
 
 def decided(
@@ -45,17 +43,6 @@ def first_choice(
 def pools_of(decision: Decision) -> list[str]:
     """Return the pools of the candidates, each once."""
     return list(dict.fromkeys(candidate.pool for candidate in decision.candidates))
-
-
-def test_each_kind_of_request_is_routed_to_its_lane_with_a_reason() -> None:
-    mac, other = worker_view("mac"), worker_view("a", model="other")
-    for profile, lane, reason in (
-        (GREEDY, "text-mtp", "eligible"),
-        (SAMPLED, "vlm", "non_greedy_sampling"),
-        (PICTURE, "vlm", "media"),
-    ):
-        assert first_choice(profile, other, mac) == (lane, "mac", reason)
-        assert decided(profile, other).candidates == (), "it has another model"
 
 
 def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
@@ -183,17 +170,6 @@ def test_a_worker_of_weight_two_gets_twice_the_requests_and_carries_twice_the_lo
     for _ in range(1100):
         busy[decided(SAMPLED, *fleet(busy), policy=policy, rng=rng).candidates[0].worker_id] += 1
     assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "the larger of two weights applies"
-
-
-def test_a_route_may_depend_on_the_caller_and_the_time() -> None:
-    night = {"name": "night", "when": {"team": "a", "hours": "22:00-06:00"}, "to": "slow"}
-    slow = {**VLM, "workers": {"labels": "old"}}
-    policy = make_policy([night, DEFAULT_ROUTE], {"slow": slow, "vlm": VLM})
-    fleet = fleet_view(labelled_worker("a", "old", busy=1), labelled_worker("b"))
-    for minute, expected in ((1, ("night", "a")), (720, ("rest", "b"))):
-        caller = CallerAttributes(team="a", minute_of_week=minute)
-        decision = decide(RoutingRequest(policy, SAMPLED, caller), fleet, 0.0, Random(0))
-        assert (decision.route, decision.candidates[0].worker_id) == expected
 
 
 PROFILES = st.builds(

@@ -19,8 +19,6 @@ STOP: list[tuple[str, Any]] = [("stop", {})]
 STOPS = [*STOP, ("stop", {"a": "b"})]
 A: list[tuple[str, Any]] = [("a", {})]
 B: list[tuple[str, Any]] = [("b", {})]
-
-
 CALLS = [("write", ARGUMENTS), ("stop", {})]
 TEXTS = {family: writer.answer(CALLS) for family, writer in WRITERS.items()}
 

@@ -21,8 +21,6 @@ PARAMETERS = {"type": "object", "properties": PROPERTIES}
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in NAMES
 ]
-
-
 KNOWN = {**FORMATS, "forced": FORCED_CALLS}
 BROKEN = ("[1, 2", "{'a': [1}", '{"a": "b', "[a, b]", "1] [2", '"', "}]", "{", "(1", "x", "[1 2]")
 

@@ -5,11 +5,9 @@ backlog: plain steps and those of prompt lookup then cost what they cost without
 head drafts again after one pass over the backlog.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 import numpy as np
@@ -66,7 +64,7 @@ class Drafts(NamedTuple):
             for row, run in zip(rows, runs, strict=True)
         ]
 
-    def select(self, indices: Sequence[int]) -> Drafts:
+    def select(self, indices: Sequence[int]) -> Self:
         """Return the drafts of these rows alone."""
         return self._replace(
             runs=[self.runs[at] for at in indices if self.runs],
@@ -95,7 +93,7 @@ class OpenStep:
     """States of the recurrent layers after the step, or their histories where L > 1."""
 
     @classmethod
-    def plain(cls, scores: mx.array, rows: int) -> OpenStep:
+    def plain(cls, scores: mx.array, rows: int) -> Self:
         """Return a step that drafts nothing, of which only the scores are known."""
         return cls(
             planned=Drafts(Plan(0)), head_length=0, scores=scores, hidden=None, recurrent=[],
@@ -107,7 +105,7 @@ class OpenStep:
         """Return how many tokens the step verifies: no row gets more."""
         return self.scores.shape[1]
 
-    def select(self, indices: Sequence[int]) -> OpenStep:
+    def select(self, indices: Sequence[int]) -> Self:
         """Return the step without all rows but these."""
         rows = mx.array(indices, dtype=mx.int32)
         return replace(

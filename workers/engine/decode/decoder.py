@@ -1,7 +1,7 @@
 """Decode the rows of an engine in batches, one step at a time: draft, verify, accept, append.
 
 Drafts come from the MTP head, from prompt lookup (`prompt_lookup.py`), and from a grammar that
-forces the next tokens; `draft_length.py` decides for each row and step, and `acceptance.py` which
+forces the next tokens; `draft_length.py` decides for each row and step, and `step_graph.py` which
 of them an answer takes.
 
 Rows of all lanes share batches, since a step costs little more for more rows. But rows of the head,
@@ -214,15 +214,22 @@ class Decoder:
 
     # --- one step of a batch ----------------------------------------------------------------------
 
-    def step(self, *, ahead: bool = False) -> Iterator[Outcome]:
+    @property
+    def begun(self) -> list[bool]:
+        """Return, for each batch, whether its next step has begun."""
+        return [batch.opened is not None for batch in self._batches if batch.rows]
+
+    def step(self, *, ahead: bool = False, reading: bool = False) -> Iterator[Outcome]:
         """Advance every row by one step, batch by batch.
 
         With `ahead`, the next step of each batch begins before this one is read, or else as soon as
         its rows have their tokens: while the host reads one batch, the device computes another.
+        `reading` says that the device reads prompts between the steps, so that a duration is only
+        that of a step if nothing has begun before it.
         """
         for batch in self._batches:
             if batch.rows:
-                yield self._step(batch, ahead=ahead)
+                yield self._step(batch, ahead=ahead, reading=reading)
         self._single = [batch for batch in self._single if batch.rows]
 
     def finish_open_steps(self) -> Iterator[Outcome]:
@@ -232,11 +239,12 @@ class Decoder:
                 yield self._step(batch, ahead=False)
         self._last = None
 
-    def _step(self, batch: Batch, *, ahead: bool) -> Outcome:
+    def _step(self, batch: Batch, *, ahead: bool, reading: bool = False) -> Outcome:
         if batch.has_head and self.head.usable is None:
             return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
         rows, has_head, was_open = list(batch.rows), batch.has_head, batch.opened is not None
-        others = self._last if self._last is not batch.opened else None
+        last = self._last if self._last is not batch.opened else None
+        others = last is not None or reading
         if others and not was_open:
             mx.synchronize()  # so that the device computes this step alone, and its cost shows
         begun_s = self._clock()
@@ -245,25 +253,23 @@ class Decoder:
         planned = batch.opened.planned if batch.opened else Drafts(Plan(0))
         try:
             step, tokens, found, unbegun = self._compute(
-                batch, ahead=ahead and (was_open or not others), others=others is not None
+                batch, ahead=ahead and (was_open or not others), others=others
             )
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
             return self._fail(batch, error, planned)
-        queued = batch.opened is not None or (others is not None and was_open)
+        queued = batch.opened is not None or (last is not None and was_open)
         alone = not was_open and batch.opened is None
         outcome, appended = self._append(rows, step, tokens, begun_s)
         elapsed_s = self._clock() - begun_s if alone else 0.0
         self._observe_lookups(rows, tokens, found)
         if has_head and not step.head_length:
             self._draft_length.forget([row.head_accepted for row in rows])
-        for index, row in enumerate(rows):
-            if row in outcome.finished and unbegun is None:
-                read = partial(self._state, batch, index, step, tokens[index], appended[index])
-                self._stores[row.generation.lane](row, read)
+        if unbegun is None:
+            self._store(batch, outcome.finished, step, tokens, appended)
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
         if ahead and batch.rows and batch.opened is None and unbegun is None:
-            unbegun = self._begin(batch, others=others is not None and was_open)
+            unbegun = self._begin(batch, others=others and was_open)
         if unbegun is not None:
             lost = self._fail(batch, *unbegun)
             outcome.failed += lost.failed
@@ -271,8 +277,8 @@ class Decoder:
             outcome.error = outcome.error or lost.error
         if not alone:
             elapsed_s = self._clock() - begun_s
-            alone = others is None and was_open and batch.opened is not None
-        self._last = batch.opened or others
+            alone = not others and was_open and batch.opened is not None
+        self._last = batch.opened or last
         self._record(rows, step, tokens, appended, elapsed_s, alone=alone, ahead=queued)
         if step.head_length:
             self.head.record_success()
@@ -337,11 +343,8 @@ class Decoder:
         if not batch.has_head:
             return 0, True
         fewest_steps = min(len(row.speculation.steps) for row in batch.rows)
-        k = self._draft_length.choose(self._promised(batch), fewest_steps)
+        k = self._draft_length.choose([row.head_accepted for row in batch.rows], fewest_steps)
         return k, not self._draft_length.is_exploring(len(batch.rows), fewest_steps)
-
-    def _promised(self, batch: Batch) -> list[list[float]]:
-        return [self._draft_length.promised_tokens(row.head_accepted) for row in batch.rows]
 
     def _plan(self, batch: Batch, planned: Drafts) -> Drafts:
         """Decide what each row drafts: the tokens of the head, or some of its run."""
@@ -365,7 +368,7 @@ class Decoder:
         plan = self._draft_length.plan(
             planned.plan.head_tokens,
             [None if own else run for own, run in zip(fixed, runs, strict=True)],
-            self._promised(batch),
+            [row.head_accepted for row in rows],
         )
         drafted: list[Sequence[int]] = [()] * len(rows)
         for index, run in enumerate(runs):
@@ -430,6 +433,19 @@ class Decoder:
         """Return the log-probabilities of tokens, given their scores, if the row asks for any."""
         top = row.generation.top_logprobs
         return () if top is None else token_logprobs(scores, tokens, top, self._token_bytes)
+
+    def _store(
+        self,
+        batch: Batch,
+        finished: Sequence[Row],
+        step: OpenStep,
+        tokens: Tokens,
+        appended: Sequence[int],
+    ) -> None:
+        for index, row in enumerate(batch.rows):
+            if row in finished:
+                read = partial(self._state, batch, index, step, tokens[index], appended[index])
+                self._stores[row.generation.lane](row, read)
 
     def _state(
         self, batch: Batch, index: int, step: OpenStep, tokens: Sequence[int], kept: int

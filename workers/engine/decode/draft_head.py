@@ -4,8 +4,6 @@ An error of the head costs the affected rows their drafts only: the target decod
 After several consecutive errors the head stays off until the worker restarts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

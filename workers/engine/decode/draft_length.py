@@ -24,13 +24,13 @@ SAMPLES = 9
 """Durations stored for each batch size and k; their median is the cost."""
 MIN_SAMPLES = 3
 """Durations after which a cost is known."""
-TRY_EVERY = 8
-"""Steps of which one has a length of the head, or none, whose cost is not known yet."""
 PROBE_EVERY = 128
 """Steps after which another k is tried again, since contexts grow and machines warm up."""
 PROBE_STEPS = 4
 """Consecutive steps of one probe: the first also pays for the head's backlog, so it is no
 sample."""
+TRY_EVERY = 16
+"""Steps from one try of a length of the head, or of none, to the next while a cost is not known."""
 MEASURE_EVERY = 32
 """Steps after which one is measured again, where the device also computes other batches."""
 MARGIN = 1.05
@@ -114,19 +114,17 @@ class DraftLength:
         """Share of drafts accepted at a position, given that all before it were."""
         self._costs_s: dict[tuple[int, int, int], deque[float]] = {}
         """By size class, tokens that the head drafts, and tokens that are verified."""
-        self._last_cost: tuple[int, int, int] | None = None
-        """Where the last duration was recorded."""
         self._current: dict[int, int] = {}
         self._steps = 0
         self._planned = 0
         self._unmeasured = 0
         """Steps since the last one that was measured."""
 
-    def choose(self, rows: Sequence[Sequence[float]], fewest_steps: int = EXPLORATION_STEPS) -> int:
+    def choose(self, rows: Sequence[Accepted], fewest_steps: int = EXPLORATION_STEPS) -> int:
         """Return the draft length of the next step of a batch.
 
-        `rows` are the `promised_tokens` of each row, and `fewest_steps` is the number of drafted
-        steps of the newest.
+        `rows` are the records of its rows, and `fewest_steps` is the number of drafted steps of the
+        newest.
         """
         if self.is_exploring(len(rows), fewest_steps):
             return self._max_draft_tokens
@@ -134,25 +132,24 @@ class DraftLength:
         current = self._current.setdefault(size, self._max_draft_tokens)
         self._steps += 1
         lengths = range(self._max_draft_tokens, -1, -1)
-        if self._steps % TRY_EVERY == 0:
-            for k in lengths:
+        if _is_probe(self._steps, TRY_EVERY):
+            for k in (self._max_draft_tokens, *reversed(lengths)):  # the longest, then none
                 if not self._is_known(size, k, k):
                     return k
-        if self._steps >= PROBE_EVERY and self._steps % PROBE_EVERY < PROBE_STEPS:
+        if _is_probe(self._steps, PROBE_EVERY):
             others = [k for k in lengths if k != current]
             return others[self._steps // PROBE_EVERY % len(others)] if others else 0
-        speed = {k: sum(row[k] for row in rows) / self._cost_s(size, k, k) for k in lengths}
+        promised = [self.promised_tokens(row) for row in rows]
+        speed = {k: sum(row[k] for row in promised) / self._cost_s(size, k, k) for k in lengths}
         fastest = max(speed, key=lambda k: speed[k])
         if speed[fastest] > MARGIN * speed[current]:
             self._current[size] = current = fastest
         return current
 
-    def plan(
-        self, k: int, runs: Sequence[Run | None], rows: Sequence[Sequence[float]] | None = None
-    ) -> Plan:
-        """Return what a batch drafts, given k for the head (0 without one) and each row's run.
+    def plan(self, k: int, runs: Sequence[Run | None], rows: Sequence[Accepted]) -> Plan:
+        """Return what a batch drafts, given k for the head (0 without one), and each row's run.
 
-        `rows` are the `promised_tokens` of each row; those of the lane if None.
+        `rows` are the records of its rows.
         """
         base = Plan(k, 0, (False,) * len(runs))
         longest = max((len(run.tokens) for run in runs if run), default=0)
@@ -163,24 +160,24 @@ class DraftLength:
         ]
         if not lengths:
             return base
-        size, rows = _size_class(len(runs)), rows or [self.promised_tokens()] * len(runs)
+        size, promised = _size_class(len(runs)), [self.promised_tokens(row) for row in rows]
         self._planned += 1
-        plans = [(base, sum(row[k] for row in rows))]
+        if k == 0 and _is_probe(self._planned, TRY_EVERY) and not self._is_known(size, 0, 0):
+            return base
+        plans = [(base, sum(row[k] for row in promised))]
         for length in lengths:
             gains = [run.expected_tokens(length) if run else 0.0 for run in runs]
             for head_tokens in dict.fromkeys((k, 0)):  # the other rows may draft nothing
-                others = [row[head_tokens] for row in rows]
+                others = [row[head_tokens] for row in promised]
                 uses = tuple(gain > other for gain, other in zip(gains, others, strict=True))
                 if any(uses):
                     plan = Plan(0 if all(uses) else head_tokens, length, uses)
                     plans.append((plan, sum(map(max, gains, others))))
                 if all(uses):
                     break
-        speeds = [tokens / self._cost_s(size, *plan.cost) for plan, tokens in plans]
-        if k == 0 and self._planned % TRY_EVERY == 0 and not self._is_known(size, 0, 0):
-            return base
-        if self._planned >= PROBE_EVERY and self._planned % PROBE_EVERY < PROBE_STEPS:
+        if _is_probe(self._planned, PROBE_EVERY):
             return plans[self._planned // PROBE_EVERY % len(plans)][0]
+        speeds = [tokens / self._cost_s(size, *plan.cost) for plan, tokens in plans]
         fastest = max(speeds)
         return plans[speeds.index(fastest)][0] if fastest > MARGIN * speeds[0] else base
 
@@ -195,7 +192,6 @@ class DraftLength:
         self._unmeasured = 0
         key = (_size_class(rows), k if head_tokens is None else head_tokens, k)
         self._costs_s.setdefault(key, deque(maxlen=SAMPLES)).append(max(duration_s, _SHORTEST_S))
-        self._last_cost = key
 
     def observe_acceptance(self, drafted: int, accepted: int, of_row: Accepted) -> None:
         """Record how many tokens of one row's draft were accepted, in its own record too."""
@@ -276,16 +272,22 @@ class DraftLength:
         samples = self._costs_s.get((size, head_tokens, verified))
         if samples:
             return median(samples)
-        own = [key for key in self._costs_s if key[0] == size]
         nearest = min(
-            own,
-            key=lambda key: abs(key[1] - head_tokens) + abs(key[2] - verified),
-            default=self._last_cost,
+            self._costs_s,
+            key=lambda key: (
+                abs(key[0] - size),
+                abs(key[1] - head_tokens) + abs(key[2] - verified),
+            ),
+            default=None,
         )
         assumed = _assumed_cost(size, head_tokens, verified)
         if nearest is None:
             return assumed
         return median(self._costs_s[nearest]) * assumed / _assumed_cost(*nearest)
+
+
+def _is_probe(step: int, every: int) -> bool:
+    return step >= every and step % every < PROBE_STEPS
 
 
 def _assumed_cost(size: int, head_tokens: int, verified: int) -> float:

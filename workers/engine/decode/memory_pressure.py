@@ -14,8 +14,6 @@ rows of a worker get less memory than before, which every completed answer raise
 increase, multiplicative decrease (Chiu and Jain 1989).
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

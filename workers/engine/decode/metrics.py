@@ -1,7 +1,5 @@
 """Counts of a lane since its start, and its recent speed; pure: no clock is read."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Prefill: read a prompt into new caches, a chunk at a time, with the target and the MTP head."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -63,7 +61,7 @@ class Prefill:
 
     @property
     def next_tokens(self) -> int:
-        """Return how many tokens the next chunk may have: it ends at a boundary."""
+        """Return how many tokens the next chunk may have: it ends where the cache stores it."""
         end = self.boundaries[0] if self.boundaries else len(self.read_indices)
         return min(end, len(self.read_indices)) - self.read_count
 
@@ -74,6 +72,12 @@ class Prefill:
         shared = common_length(row.prompt.identity, self.row.prompt.identity)
         most = min(shared, row.context_tokens - 1)
         return max((end for end in self.boundaries if end <= most), default=0)
+
+    @property
+    def arrays(self) -> list[object]:
+        """Return what a chunk computes."""
+        caches = [cache for cache in (*self.caches, *self.head_caches) if not cache.empty()]
+        return [self.scores, self.last_hidden, *(cache.state for cache in caches)]
 
     def state(self) -> RowState:
         """Return the state after the tokens read so far, for the prefix cache."""
@@ -208,16 +212,15 @@ def _checkpoints(prompt: PreparedPrompt, begin: int) -> list[int]:
     return [*ends, *(at for at in others if all(abs(at - end) >= apart for end in ends))]
 
 
-def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
+def forward_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Exception | None:
     """Read up to `chunk_tokens` more tokens of the prompt, or of a requeued row's answer.
 
-    Returns the error of the head if it failed: the target then goes on without it.
+    The caller evaluates the arrays of the prefill. Returns the error of the head if it failed: the
+    target then goes on without it.
     """
     row, head_error = prefill.row, None
     begin = prefill.read_count
-    end = min(begin + chunk_tokens, len(prefill.read_indices))
-    if prefill.boundaries:
-        end = min(end, prefill.boundaries[0])  # the cache stores the state right there
+    end = begin + min(chunk_tokens, prefill.next_tokens)
     embedding = prefill.prompt_embedding if begin < len(row.prompt.tokens) else None
     if embedding is not None:
         # The family's extras apply to the whole prompt and cannot be split.
@@ -247,10 +250,6 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> Except
         prefill.last_hidden = output[:, -1:]
     if prefill.complete:
         prefill.scores = target.scores(output, last=1)
-    mx.eval(
-        prefill.last_hidden if prefill.scores is None else (prefill.scores, prefill.last_hidden),
-        [cache.state for cache in (*prefill.caches, *prefill.head_caches) if not cache.empty()],
-    )
     return head_error
 
 

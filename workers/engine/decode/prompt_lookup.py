@@ -11,8 +11,6 @@ and about a hundred bytes. A lookup compares at most `MAX_CANDIDATES` occurrence
 follows the one that it drafted from, it compares none.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Row of a lane: one generation from admission to its end, and its speculation counts."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -42,7 +40,7 @@ class SpeculationCounter:
     drafted: Counter[str] = field(default_factory=Counter)
     """Draft tokens by source, those of failed drafts too."""
     accepted: Counter[str] = field(default_factory=Counter)
-    given: SpeculationCounter | None = None
+    given: "SpeculationCounter | None" = None
     """What another worker has counted of it."""
 
     def add_step(self, sources: Sequence[DraftSource], accepted: int) -> None:
@@ -407,7 +405,8 @@ class Row:
                 self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))
             appended += 1
             self.answer.append(token)
-            if ended or self.text.stopped or (self.matcher is not None and self.matcher.complete):
+            complete = self.matcher is not None and self.matcher.complete
+            if ended or complete or self.text.stopped_by is not None:
                 self.finish_reason = types.FinishReason.STOP
             elif len(self.answer) >= self.max_tokens:
                 self.finish_reason = types.FinishReason.LENGTH

@@ -4,8 +4,6 @@ A sampled row draws with a number made of its seed and the position of the token
 seed gives the same text alone, in a full batch, and with or without speculation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import nan

@@ -12,8 +12,6 @@ the caches is computed. Nothing is patched, so the same weights can serve rows a
 `tests/model/test_mlx_vlm_contract.py` fails when mlx-vlm changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

@@ -10,21 +10,12 @@ and recurrent states are those before it. So a row that turns out to have ended 
 and nothing of it is in any count or cache but one row of a pass that was in vain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import mlx.core as mx
 
 from paceline.protocol import DraftSource
-from workers.engine.decode.batch import (
-    Batch,
-    Drafts,
-    OpenStep,
-    Unread,
-    set_states,
-    states_of,
-)
+from workers.engine.decode.batch import Batch, Drafts, OpenStep, Unread, set_states, states_of
 from workers.engine.decode.sampler import choose
 from workers.engine.decode.step_graph import StepGraph
 from workers.engine.model.target import Target

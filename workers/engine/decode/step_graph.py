@@ -9,15 +9,12 @@ accepted tokens while the device already computes the next state.
 States are lists of layers: `(keys, values)` of an attention, the slots of a recurrent layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
-from workers.engine.decode.acceptance import accept_drafts
 from workers.engine.model.kv_cache import (
     History,
     KVCache,
@@ -144,14 +141,11 @@ class StepGraph:
             ]
             return mx.stack(self.head.draft_tokens(hidden, last_tokens, read, length), axis=1), []
         caches = [RowCache(keys, values, offset) for keys, values in head_state]
-        draft = self.head.draft
-        if further.shape[1]:
-            draft = partial(self.head.draft_frequent, further=further)
-        drafts = [draft(hidden)]
+        drafts = [self.head.draft(hidden, further)]
         while len(drafts) < length:
             position = caches[0].offset[:, None]
             hidden = self.head.forward(drafts[-1][:, None], hidden, caches, position)
-            drafts.append(draft(hidden))
+            drafts.append(self.head.draft(hidden, further))
         return mx.stack(drafts, axis=1), [cache.state for cache in caches]
 
     def _verify(
@@ -223,6 +217,23 @@ class StepGraph:
             _open_attention(cache, layer, offset) if attends else RecurrentCache(layer)
             for attends, cache, layer in zip(self._attends, self._layers, state, strict=True)
         ]
+
+
+def accept_drafts(
+    drafts: mx.array, limits: mx.array, chosen: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return how many drafts of each row are accepted, and the token after them: [rows] each.
+
+    `drafts` is [rows, k], of which the first `limits` [rows] are drafted; `chosen` [rows, k + 1]
+    are the target's choices at every position, by the row's own sampling rules. A draft is accepted
+    where it equals the choice, up to the first that does not (Leviathan et al. 2023, arXiv
+    2211.17192, for a draft of the likeliest tokens): so every row gets the tokens that it would get
+    without speculation, whatever its sampler.
+    """
+    within_limit = mx.arange(drafts.shape[1])[None] < limits[:, None]
+    matches = mx.logical_and(drafts == chosen[:, :-1], within_limit)
+    accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1)
+    return accepted, mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
 
 
 def _open_attention(cache: LayerCache, state: LayerState, offset: mx.array) -> RowCache:

@@ -5,8 +5,6 @@ measured for them. While the memory of the machine is short (`memory_pressure.py
 and caches are given back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import mlx.core as mx

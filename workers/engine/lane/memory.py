@@ -13,8 +13,6 @@ until the host has read the step before. Attention that no kernel fuses stores
 the scores of a chunk over its whole context: chunks are cut to fit, down to one block.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -23,7 +21,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from workers.engine.lane.prefill_budget import BLOCK_TOKENS
-from workers.engine.model.device import memory_limit_bytes
+from workers.engine.model.device import memory_limit_bytes, on_cpu
 from workers.engine.model.kv_cache import (
     STEP_TOKENS,
     ArraysCache,
@@ -131,9 +129,10 @@ def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) 
             attention_bytes = (keys.nbytes + values.nbytes) // _PROBE_TOKENS
             token_bytes += attention_bytes
             # A CPU has no fused kernel that reads several tokens.
-            fuses = mx.default_device() != mx.Device(mx.cpu) and keys.shape[-1] in _FUSED_WIDTHS
-            if not fuses:
-                score_bytes = 2 * target.attention_heads * keys.itemsize  # the softmax is another
+            if on_cpu() or keys.shape[-1] not in _FUSED_WIDTHS:
+                heads = target.configured("num_attention_heads")
+                heads = heads if type(heads) is int else 0  # not every configuration has it
+                score_bytes = 2 * heads * keys.itemsize  # the softmax is another
     if head is not None:
         token_bytes += attention_bytes * len(head.new_caches())
     free_bytes = max(memory_limit_bytes() - mx.get_active_memory(), 0)

@@ -5,8 +5,6 @@ cost of 512 tokens differs a hundredfold between a small model and a large one, 
 tokens before them. Pure: the caller passes durations, no clock is read.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from math import inf

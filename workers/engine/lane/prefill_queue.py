@@ -9,8 +9,6 @@ All lanes of an engine share one queue, and the device: while rows decode, no la
 between two of their steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 from workers.engine.decode.prefill import Prefill

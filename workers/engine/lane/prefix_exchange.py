@@ -5,8 +5,6 @@ in other threads. Nodes come only if that is faster than to read the prompt, by 
 of both, and a transfer that falls behind is ended. Then the row reads what did not come.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -34,7 +34,7 @@ from workers.engine.decode.prefill import (
     Prefill,
     context_of,
     find_prefix,
-    prefill_chunk,
+    forward_chunk,
     start_prefill,
 )
 from workers.engine.decode.prompt_lookup import PromptLookup
@@ -214,8 +214,7 @@ class LaneScheduler:
         self._preempt()
         decoded = self._read_prompts()
         if not decoded:
-            for outcome in self._decoder.step(ahead=self.begins_ahead):
-                self._apply(outcome)
+            self._decode()
         self._admission.prefills.record_decode()
         self._update_occupancy()
 
@@ -250,14 +249,6 @@ class LaneScheduler:
     @property
     def _full(self) -> bool:
         return len(self.prefills) + self.running_rows >= self.counters.slots
-
-    @property
-    def begins_ahead(self) -> bool:
-        """Return whether steps may begin in advance: no prompt is open, which would wait for them.
-
-        Rows could not join either.
-        """
-        return not any(self._admission.prefills)
 
     def _drop_cancelled(self) -> None:
         cancelled = [row for row in self._waiting if row.cancelled]
@@ -343,24 +334,33 @@ class LaneScheduler:
     def _read_prompts(self) -> bool:
         """Read prompts until the budget of a step is spent, or one needs further steps.
 
-        Steps that have begun are finished before, since the device does nothing else meanwhile, and
-        rows can join. Returns whether rows have decoded one.
+        The rows decode before, and their next steps begin: the host describes the first chunk
+        while the device computes them. But before the rest of a prompt the steps are finished,
+        since its row joins then. Returns whether the rows have decoded.
         """
-        if not self.prefills:
-            return False
-        decoded = self.finish_open_steps()
         queue, memory = self._admission.prefills, self._admission.memory
-        begun_s, spent_s, has_read = self._clock(), 0.0, False
+        begun_s = spent_s = 0.0
+        has_read = decoded = whole = False
         decoding = bool(self._decoder.rows)
         budget = partial(self._prefill_budget.chunk_tokens, others_decode=decoding)
-        whole = False
         while not whole and (prefill := queue.next(self.name, decoding=decoding)) is not None:
             most = memory.max_chunk_tokens(prefill.read_count)
             chunk_tokens = min(budget(context_tokens=prefill.read_count, spent_s=spent_s), most)
-            if has_read and chunk_tokens < prefill.next_tokens:
-                break
+            cut_short, begun = chunk_tokens < prefill.next_tokens, self._decoder.begun
             if prefill.row.generation.exact:  # in the same chunks whatever else runs
                 chunk_tokens = min(most, self._settings.prefill_chunk_tokens, EXACT_CHUNK_TOKENS)
+            rest = chunk_tokens >= prefill.remaining_tokens
+            if has_read and (cut_short or (rest and any(begun))):
+                break
+            if not has_read:
+                decoded = bool(begun) and all(begun)
+                if decoded and not rest:
+                    self._decode()
+                else:
+                    self.finish_open_steps()
+                begun_s = self._clock()
+            if prefill not in self.prefills:
+                break  # a step found too little memory
             queue.record_chunk(prefill)
             whole = self._advance_prefill(prefill, chunk_tokens)
             has_read, spent_s = True, self._clock() - begun_s
@@ -368,12 +368,15 @@ class LaneScheduler:
             queue.end_reading()
         return decoded
 
-    def finish_open_steps(self) -> bool:
-        """Finish the steps of all lanes that have begun; return whether there were any."""
-        outcomes = list(self._decoder.finish_open_steps())
-        for outcome in outcomes:
+    def finish_open_steps(self) -> None:
+        """Finish the steps of all lanes that have begun."""
+        for outcome in self._decoder.finish_open_steps():
             self._apply(outcome)
-        return bool(outcomes)
+
+    def _decode(self) -> None:
+        reading = any(self._admission.prefills)
+        for outcome in self._decoder.step(ahead=True, reading=reading):
+            self._apply(outcome)
 
     def _advance_prefill(self, prefill: Prefill, chunk_tokens: int) -> bool:
         """Read a chunk of a prompt; return whether it needs further ones of this size."""
@@ -393,6 +396,7 @@ class LaneScheduler:
                 self.finish(row)
             else:
                 self._index(row)
+                self.finish_open_steps()  # a picture's prompt is read in one chunk of any size
                 self._apply(self._decoder.join(prefill))
         elif not row.begun:
             row.sink(
@@ -412,7 +416,11 @@ class LaneScheduler:
         if prefill.scoring is not None:
             self._sparse_prefill.score_chunk(prefill, chunk_tokens, self.counters)
             return
-        head_error = prefill_chunk(prefill, self._target, chunk_tokens)
+        head_error = forward_chunk(prefill, self._target, chunk_tokens)
+        if any(self._decoder.begun):
+            mx.synchronize()  # the cost of the chunk includes no step
+            begun_s = self._clock()
+        mx.eval(prefill.arrays)
         duration_s = self._clock() - begun_s
         tokens = prefill.read_count - before
         self._prefill_budget.observe(tokens, duration_s, context_tokens=before, whole=whole)

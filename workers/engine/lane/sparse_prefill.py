@@ -7,8 +7,6 @@ that admission has reserved for the row, and are freed before the target reads. 
 prompt or the draft model ends in a full prefill, counted by its reason.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Commands enter through a queue, events leave by `call_soon_threadsafe`: the thre
 while MLX runs, and an event loop never waits for it. Every submitted row gets an end.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -5,8 +5,6 @@ PEFT writes it. Nothing of it runs. Its names of layers must all be found in the
 shapes must fit: an adapter of another model changes answers, or nothing at all, without an error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path

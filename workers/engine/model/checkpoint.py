@@ -1,7 +1,5 @@
 """Loading a checkpoint: target, processor, MTP head, and what its folder says of the model."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -25,7 +23,7 @@ from workers.engine.types import ModelUnusable, WeightType
 
 logger = logging.getLogger(__name__)
 
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAST_WITHOUT_BFLOAT16 = 14
 
 
@@ -134,7 +132,7 @@ def _text_value(path: Path, config: dict[str, Any], target: Target | None, name:
     Published configurations leave out what equals the default in Transformers, whose defaults are
     therefore meant; mlx-vlm has others (Gemma 3: a context of 4,096 instead of 131,072 tokens).
     """
-    for key in _TEXT_CONFIGS:
+    for key in TEXT_CONFIGS:
         nested = config.get(key)
         if isinstance(nested, dict) and nested:
             return _text_value(path, nested, target, name)

@@ -1,7 +1,5 @@
 """The device that MLX computes on: its number types, its memory, and what MLX may keep of that."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -22,17 +20,14 @@ def cast_for_device(model: Any) -> None:
     A CPU has no matrix product for bfloat16: MLX computes it in a loop, ten times slower than a
     BLAS in float32, and three tokens take three times as long as one.
     """
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         model.set_dtype(mx.float32)
         mx.eval(model.parameters())
 
 
-def compiles_quickly() -> bool:
-    """Return whether fused kernels are compiled within milliseconds.
-
-    On a CPU each takes a C++ compiler about a second, and some families have a hundred of them.
-    """
-    return mx.default_device() != mx.Device(mx.cpu)
+def on_cpu() -> bool:
+    """Return whether MLX computes on a CPU."""
+    return mx.default_device() == mx.Device(mx.cpu)
 
 
 def memory_limit_bytes() -> int:
@@ -66,7 +61,7 @@ def limit_freed_buffers(largest_bytes: int = 0) -> None:
     """
     mx.clear_cache()
     needed_bytes = max(mx.get_active_memory(), _LEAST_FREED_BYTES)
-    if mx.default_device() != mx.Device(mx.cpu):
+    if not on_cpu():
         needed_bytes = max(needed_bytes, largest_bytes)
     mx.set_cache_limit(min(_most_freed_bytes(), needed_bytes))
 

@@ -13,8 +13,6 @@ over the whole vocabulary, and so does the worker if the answers of the self-tes
 answer changes, since the model verifies each draft.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

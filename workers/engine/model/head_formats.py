@@ -5,8 +5,6 @@ kind, or an assistant: a small model of its own (Gemma 4). Some layers are store
 what they share with the model, which are not loaded.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +18,7 @@ from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.split import Qwen3_5MTPSplitter
 from safetensors import safe_open
 
-from workers.engine.model.known_heads import MTP_PREFIX
+from workers.engine.model.known_heads import MTP_PREFIX, text_config
 
 NO_HEAD = "the text-mtp lane supports no MTP head of this model family"
 _ONLY_LAYER = "layers.0."
@@ -166,9 +164,3 @@ def _quantise(
         return {"group_size": width // scales.shape[-1], "bits": bits, "mode": mode}
 
     nn.quantize(module, class_predicate=options)
-
-
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a configuration that describes the language model."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) and nested else config

@@ -7,8 +7,6 @@ self-test decides (`self_test.py`). The worker names such a head at its start, a
 if its owner names it with `--mtp`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -58,12 +56,17 @@ def head_files(config: Mapping[str, Any], files: Mapping[str, str]) -> frozenset
 
     All files if the names of no tensor are those of a head in a whole checkpoint.
     """
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else config
-    prefixes = (MTP_PREFIX, NEXTN_PREFIX.format(layers=text.get("num_hidden_layers")))
+    layers = text_config(config).get("num_hidden_layers")
+    prefixes = (MTP_PREFIX, NEXTN_PREFIX.format(layers=layers))
     found = {
         file
         for name, file in files.items()
         if name.removeprefix("language_model.").startswith(prefixes)
     }
     return frozenset(found or files.values())
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a configuration that describes the language model."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) and nested else config

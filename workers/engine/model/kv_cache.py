@@ -15,10 +15,8 @@ Both are duck-typed to what mlx-vlm's models read (`offset`, `_idx`, `make_mask`
 the batch row by row. `tests/model/test_mlx_vlm_contract.py` tests that contract.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
@@ -58,10 +56,6 @@ class RowCache:
     @state.setter
     def state(self, arrays: Sequence[mx.array]) -> None:
         self.keys, self.values = arrays
-
-    def size(self) -> int:
-        """Return the number of slots that the attention reads."""
-        return self.slots
 
     def empty(self) -> bool:
         """Return False: a joined row always holds tokens."""
@@ -112,7 +106,7 @@ class RowCache:
         if tokens > self.slots:
             self.resize(capacity(tokens))
 
-    def extend(self, other: RowCache) -> None:
+    def extend(self, other: Self) -> None:
         """Append the rows of another cache."""
         slots = max(self.slots, other.slots)
         self.resize(slots)

@@ -1,7 +1,5 @@
 """Checks of a model folder, before libraries read it: it holds data, and none of its code runs."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -11,8 +11,6 @@ The modules are mlx-vlm's, duck-typed here; `tests/model/test_mtp_heads.py` comp
 NumPy.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,8 @@ from paceline.terminal import printable
 from workers.engine.model.device import cast_for_device
 from workers.engine.model.draft_shortlist import DraftShortlist
 from workers.engine.model.families import gemma4
-from workers.engine.model.head_formats import NO_HEAD, Assistant, LayerHead, NoTensors, text_config
+from workers.engine.model.head_formats import NO_HEAD, Assistant, LayerHead, NoTensors
+from workers.engine.model.known_heads import text_config
 from workers.engine.model.kv_cache import KVCache, LayerCache, RowCache
 from workers.engine.model.model_folder import check_folder
 from workers.engine.model.target import Target
@@ -88,14 +87,14 @@ class MtpHead:
             state = layer(state, mask=mask, cache=cache, **more)
         return head.norm(state)
 
-    def draft(self, hidden: mx.array) -> mx.array:
-        """Return the most likely next token [rows] of hidden states [rows, 1, width]."""
-        return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
+    def draft(self, hidden: mx.array, further: mx.array) -> mx.array:
+        """Return the most likely next token [rows] of hidden states [rows, 1, width].
 
-    def draft_frequent(self, hidden: mx.array, further: mx.array) -> mx.array:
-        """Return the most likely token [rows] of the shortlist and of `further` [rows, n]."""
-        assert self.shortlist is not None
-        return self.shortlist.draft(hidden, further)
+        It is one of the shortlist and of `further` [rows, n], unless these are none.
+        """
+        if self.shortlist is not None and further.shape[1]:
+            return self.shortlist.draft(hidden, further)
+        return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
 
 
 class AssistantHead(MtpHead):
@@ -153,11 +152,11 @@ class AssistantHead(MtpHead):
                 )
             state = assistant.model.norm(state)
             hidden = assistant.post_projection(state)
-            token = self.draft(state)
+            token = self._choose(state)
             drafts.append(token)
         return drafts
 
-    def draft(self, hidden: mx.array) -> mx.array:
+    def _choose(self, hidden: mx.array) -> mx.array:
         """Return the most likely token [rows] of the assistant's own states [rows, 1, width]."""
         assistant, states = self.drafter, hidden[:, 0]
         clusters = assistant.masked_embedding

@@ -7,8 +7,6 @@ Scores are those of sentence-transformers' cross-encoders with a sigmoid, and of
 (arXiv 2506.05176, section 3.2): the probability of "yes" against "no" as the answer.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ What a family does otherwise than most is in its record (`families`), duck-typed
 `tests/model/test_mlx_vlm_contract.py` fails when mlx-vlm's models change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -58,8 +56,7 @@ class PictureFeatures:
     mlx-vlm's models call `get` and `put` of a cache that they are given.
     """
 
-    def __init__(self, limit_bytes: int = _FEATURES_BYTES) -> None:
-        self._limit_bytes = limit_bytes
+    def __init__(self) -> None:
         self._features: dict[tuple[str, bytes], mx.array] = {}
 
     @property
@@ -76,10 +73,10 @@ class PictureFeatures:
 
     def put(self, key: tuple[str, bytes], features: mx.array) -> None:
         """Store the features of pictures."""
-        if features.nbytes > self._limit_bytes:
+        if features.nbytes > _FEATURES_BYTES:
             return
         self._features.setdefault(key, features)
-        while self.size_bytes > self._limit_bytes:
+        while self.size_bytes > _FEATURES_BYTES:
             del self._features[next(iter(self._features))]
 
     def drop(self, scope: str | None) -> None:
@@ -103,7 +100,8 @@ class Target:
         may be."""
         stored = any(hasattr(self.language, name) for name in _POSITION_ATTRIBUTES)
         self.stores_positions = stored and not self.family.takes_positions
-        """Whether the model stores the positions of one row itself and takes none."""
+        """Whether the model stores the positions of one row itself, so that only one runs at once,
+        and takes none."""
         embed = getattr(model, "get_input_embeddings", None)
         self._stores_features = "vision_cache" in getattr(embed, "__code__", _NO_CODE).co_consts
         self.picture_features = PictureFeatures()
@@ -126,16 +124,6 @@ class Target:
         """Return a value of the language model's configuration, if mlx-vlm has read any."""
         holders = (getattr(self.language, name, None) for name in ("args", "config"))
         return next(filter(None, (getattr(holder, name, None) for holder in holders)), None)
-
-    @property
-    def attention_heads(self) -> int:
-        """Return the number of heads of a layer; 0 if its configuration has none."""
-        heads = self.configured("num_attention_heads")
-        return heads if type(heads) is int else 0
-
-    def row_limit(self, max_rows: int) -> int:
-        """Return how many of `max_rows` rows may run at once."""
-        return 1 if self.stores_positions else max_rows
 
     def new_caches(self) -> list[LayerCache]:
         """Create the empty caches of one row, one for each layer."""

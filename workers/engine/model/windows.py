@@ -13,8 +13,6 @@ While a prompt is read its window is in the family's own cache (mlx-vlm's `Rotat
 `ChunkedKVCache`); `recent_tokens` and `restore_window` know how these order their tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import mlx.core as mx

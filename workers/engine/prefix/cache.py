@@ -11,8 +11,6 @@ Each isolation scope has a tree of its own. The key of a system prompt is the ga
 and decides nothing: tokens are compared.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading
@@ -104,15 +102,13 @@ class PrefixCache:
     # --- reading ----------------------------------------------------------------------------------
 
     def match(
-        self, scope: str | None, tokens: TokenArray, *, with_head: bool, cuttable: bool
+        self, scope: str, tokens: TokenArray, *, with_head: bool, cuttable: bool
     ) -> Match | None:
         """Return the longest beginning of `tokens` from which a row can start; None without one.
 
         One token at least remains to be read, since the next token needs its scores.
         `cuttable`: a row of this model can start at any token.
         """
-        if scope is None:
-            return None
         path, found = [], None
         limit = len(tokens) - 1
         for node, common in self._walk(scope, tokens):

@@ -14,8 +14,6 @@ A file also names the keys of its prompts, so that a worker reports them after a
 hints, so nothing authenticates them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hmac
@@ -29,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +78,7 @@ class FileName(NamedTuple):
         return f"{self.scope}-{self.begin}-{self.end}-{self.digest}{resume}"
 
     @classmethod
-    def parse(cls, text: str) -> FileName | None:
+    def parse(cls, text: str) -> Self | None:
         """Return the name of a file; None for a file that is none of a prefix cache."""
         match = _NAME.fullmatch(text.removesuffix(_SUFFIX)) if text.endswith(_SUFFIX) else None
         if match is None:
@@ -116,6 +114,7 @@ class PrefixCacheFiles:
         self._limit_bytes = limit_bytes
         self._model = model
         self._secret = secret
+        self._digest_key = blake2b(secret).digest()
         self._failed = False
         """Whether a write has failed, which is logged once."""
         self._names: dict[tuple[int, str], FileName] = {}
@@ -125,11 +124,8 @@ class PrefixCacheFiles:
         with self._lock():
             kept = self._evict_for(0)
         for path in directory.glob("*" + _SUFFIX):
-            name = FileName.parse(path.name)
-            if name is not None:
+            if (name := FileName.parse(path.name)) is not None:
                 self._names[name.end, name.digest] = name
-            else:
-                self._discard(path, "left by an earlier version")
         for path in kept[-_MAX_KEYED_FILES:]:
             name = FileName.parse(path.name)
             if name is not None and (keys := _keys_of(path)):
@@ -342,13 +338,12 @@ class PrefixCacheFiles:
         return self._directory / f"{name}{_SUFFIX}"
 
     def _digest(self, scope: str) -> blake2b:
-        key = blake2b(self._secret).digest()
-        return blake2b(f"{self._model}\0{scope}\0".encode(), key=key, digest_size=16)
+        text = f"{self._model}\0{scope}\0"
+        return blake2b(text.encode(), key=self._digest_key, digest_size=16)
 
     def _scope_digest(self, scope: str) -> str:
-        key = blake2b(self._secret).digest()
         whole = whole_scope(scope).encode()  # so that a scope is deleted with all its parts
-        return blake2b(whole, key=key, digest_size=8, person=b"scope").hexdigest()
+        return blake2b(whole, key=self._digest_key, digest_size=8, person=b"scope").hexdigest()
 
     def _hmac(self, key: str, prefix: HostPrefix) -> str:
         """Authenticate everything that a file says, under its model and its key."""

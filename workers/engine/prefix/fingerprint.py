@@ -6,8 +6,6 @@ nothing from disk or from other workers. A file that changes after the load has 
 since nobody knows which bytes the engine has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

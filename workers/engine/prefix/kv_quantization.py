@@ -5,8 +5,6 @@ width), so a run of tokens is cut and joined as it is. Rows that decode compute 
 the model: MLX has no fused attention over quantised keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

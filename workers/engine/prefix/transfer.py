@@ -7,13 +7,11 @@ prompt, and have the arrays of the worker's own model. A digest of these arrays,
 of the preprocessing of pictures names the model. Pure: no clock is read, and no socket.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +105,7 @@ class CacheLayout:
     arrays: Mapping[str, ArrayLayout]
 
     @classmethod
-    def of(cls, node: HostPrefix, windows: Sequence[int] = ()) -> CacheLayout:
+    def of(cls, node: HostPrefix, windows: Sequence[int] = ()) -> Self:
         """Return the layout of a node with a snapshot; `windows` are those of the windowed layers.
 
         Such a layer's arrays are named `window.` and its number.

@@ -174,7 +174,12 @@ class Node:
         before = self.parent
         while before is not None and before.parent is not None and not before.snapshot:
             before = before.parent
-        return _farthest_snapshot(self) - (before.end if before is not None else 0)
+        farthest, nodes = self.end, list(self.children.values())
+        while nodes:
+            child = nodes.pop()
+            farthest = max(farthest, child.end)  # beyond each before it
+            nodes += () if child.snapshot else child.children.values()
+        return farthest - (before.end if before is not None else 0)
 
     def part(self, begin: int, end: int) -> Node:
         """Return a copy of the tokens from `begin` to `end`, without a parent and a snapshot."""
@@ -337,16 +342,6 @@ def _keys_values(cache: KVCache | RowCache, row: slice) -> KeysValues:
 def _pairs(tokens: int) -> int:
     """Return how many tokens the head has read: each together with the next one."""
     return max(tokens - 1, 0)
-
-
-def _farthest_snapshot(node: Node) -> int:
-    """Return the end of the farthest of the next snapshots after a node."""
-    farthest, nodes = node.end, list(node.children.values())
-    while nodes:
-        child = nodes.pop()
-        farthest = max(farthest, child.end)  # beyond each before it
-        nodes += () if child.snapshot else child.children.values()
-    return farthest
 
 
 def _fill(cache: KVCache, runs: Sequence[KeysValues], tokens: int, slots: int) -> None:

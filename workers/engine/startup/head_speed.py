@@ -8,8 +8,6 @@ Both change few drafts, and no answer: the self-test of the head comes after it,
 fails it gets its own weights and the whole vocabulary back.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable
@@ -105,10 +103,9 @@ def use_shortlist_if_faster(
     if layer["weight"].shape[0] < _MIN_SHARE * tokens:
         return None
     shortlist = DraftShortlist(layer, tokens, _marks(checkpoint))
-    further = mx.zeros((1, FURTHER_TOKENS), dtype=mx.int32)
     whole_s = measure(draft_pass(head, target))
     head.shortlist = shortlist
-    short_s = measure(draft_pass(head, target, further))
+    short_s = measure(draft_pass(head, target, FURTHER_TOKENS))
     if whole_s < MIN_GAIN * short_s:
         head.shortlist = None
         return None
@@ -122,12 +119,10 @@ def use_shortlist_if_faster(
     return shortlist
 
 
-def draft_pass(
-    head: MtpHead, target: Target, further: mx.array | None = None
-) -> Callable[[], mx.array]:
+def draft_pass(head: MtpHead, target: Target, further_tokens: int = 0) -> Callable[[], mx.array]:
     """Return a function that drafts one token for one row.
 
-    With `further` tokens [1, n] it drafts over these and the head's shortlist.
+    With `further_tokens` it drafts over so many and the head's shortlist.
     """
     width = target.language.model.norm.weight.shape[0]
     hidden = mx.zeros((1, 1, width), target.language.model.norm.weight.dtype)
@@ -138,11 +133,10 @@ def draft_pass(
         attended: list[Any] = [caches[layer] for layer in head.attended_layers]
         return lambda: head.draft_tokens(hidden, token, [*map(copy, attended)], 1)[0]
 
-    def draft() -> mx.array:
-        state = head.forward(token[None], hidden, head.new_caches(), token[None])
-        return head.draft(state) if further is None else head.draft_frequent(state, further)
-
-    return draft
+    further = mx.zeros((1, further_tokens), dtype=mx.int32)
+    return lambda: head.draft(
+        head.forward(token[None], hidden, head.new_caches(), token[None]), further
+    )
 
 
 def _marks(checkpoint: Checkpoint) -> list[int]:

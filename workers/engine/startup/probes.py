@@ -18,8 +18,6 @@ value of that call; its passes stay uncompiled, and the host describes them anew
 have the same.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 
@@ -150,7 +148,7 @@ def probe_shared_rows(target: Target) -> bool:
 
     one = _PROMPT_TOKENS[:1]
     try:
-        alone = [next_scores(_read_prompt(target, n, n), [n]) for n in _PROMPT_TOKENS]
+        alone = [next_scores(_read_prompt(target, n), [n]) for n in _PROMPT_TOKENS]
         expected = mx.concatenate(alone)
         first = next_scores(batch_caches(target, one), one)
         both = next_scores(batch_caches(target, _PROMPT_TOKENS), _PROMPT_TOKENS)
@@ -191,7 +189,7 @@ def probe_cache_layout(
 def batch_caches(target: Target, prompts_tokens: Sequence[int]) -> list[LayerCache]:
     """Read one prompt of each length, and return their caches as those of a batch."""
     batch, *others = [
-        [row_cache(cache) for cache in _read_prompt(target, n, n)] for n in prompts_tokens
+        [row_cache(cache) for cache in _read_prompt(target, n)] for n in prompts_tokens
     ]
     for other in others:
         for cache, new in zip(batch, other, strict=True):
@@ -199,8 +197,8 @@ def batch_caches(target: Target, prompts_tokens: Sequence[int]) -> list[LayerCac
     return batch
 
 
-def _read_prompt(target: Target, first_token: int, length: int) -> list[LayerCache]:
+def _read_prompt(target: Target, length: int) -> list[LayerCache]:
     caches = target.new_caches()
     positions = mx.arange(length, dtype=mx.int32)[None]
-    target.forward(positions + first_token, caches, positions)
+    target.forward(positions + length, caches, positions)
     return caches

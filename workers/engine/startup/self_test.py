@@ -5,8 +5,6 @@ A few greedy answers to everyday questions separate a healthy head (60 to 90 % o
 accepted) from a broken one (almost none).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

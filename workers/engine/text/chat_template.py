@@ -7,8 +7,6 @@ rendered, and its parts are tokenized apart: the model reads the same characters
 token.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -64,8 +62,8 @@ class ChatTemplate:
 
     def __init__(self, processor: Any) -> None:
         self._tokenizer = getattr(processor, "tokenizer", processor)
-        added = self._tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special}
+        self._added: Mapping[int, Any] = self._tokenizer.added_tokens_decoder
+        special = {token.content for token in self._added.values() if token.special}
         self._control = ControlTokenEscaper(
             {*self._tokenizer.all_special_tokens, *special, *_PICTURE_PLACEHOLDERS}
         )

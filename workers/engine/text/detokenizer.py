@@ -1,7 +1,5 @@
 """Incremental detokenizer: whole characters only, and nothing of a stop string."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
@@ -38,11 +36,6 @@ class TextStream:
         self.stopped_by: str | None = None
         """The stop string that is complete; nothing may be pushed after it."""
 
-    @property
-    def stopped(self) -> bool:
-        """Return whether a stop string is complete."""
-        return self.stopped_by is not None
-
     def push(self, token: int) -> str:
         """Append one token; return the new text."""
         self._tokens.append(token)
@@ -50,11 +43,11 @@ class TextStream:
 
     def flush(self) -> str:
         """End the sequence; return the text held back."""
-        if self.stopped:
+        if self.stopped_by is not None:
             return ""
         text = self._release(self._newly_decoded(final=True))
-        pending, self._pending = self._pending, ""
-        return text if self.stopped else text + pending
+        pending, self._pending = self._pending, ""  # nothing where a stop string has come
+        return text + pending
 
     def _newly_decoded(self, *, final: bool) -> str:
         previous = self._decode(self._tokens[self._prefix_offset : self._read_offset])

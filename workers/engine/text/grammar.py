@@ -6,8 +6,6 @@ another process tries to compile it first, a thread of its own compiles it, and 
 bound the work for one token.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -88,7 +86,7 @@ class GrammarCompiler:
         constraint: Constraint,
         call_marks: tuple[str, str] | None = None,
         scope: str | None = None,
-    ) -> Matcher:
+    ) -> "Matcher":
         """Return a matcher at the beginning of an answer; raise `InvalidGeneration` without one.
 
         With `call_marks`, the answer may also call tools in the model's own format. Constraints of

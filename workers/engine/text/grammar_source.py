@@ -3,8 +3,6 @@
 Without MLX and transformers, because the process that tries a constraint imports it too.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ but an escape has two bytes or six. So the rules become terminals too, unless on
 then one terminal matches all of the text, and nothing but a quote or a tag ends it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple

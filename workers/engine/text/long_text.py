@@ -7,8 +7,6 @@ that the context of a large model holds any body; and normalisers drop or join c
 of spaces or of unknown characters may be one token.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -10,8 +10,6 @@ the reasoning at its last token, and a grammar begins after it; the decoder asks
 the tokens of a draft.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where the fault of a schema is: in the smallest part that is refused for the same reason."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection
 from typing import Any

@@ -5,8 +5,6 @@ becomes one whose every answer by llguidance's rules is one by JSON Schema's. Py
 many of these keywords for the types of a program: a set, a path, a map with keys of an enum.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,9 +7,6 @@ call. Others leave words out without an error. `find_limits` renders probes in w
 stand, in order, and so fills one table per template.
 """
 
-from __future__ import annotations
-
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,7 +14,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Any, Final
 
-from workers.engine.text.tool_formats import ToolFormat, write_calls
+from workers.engine.text.tool_formats import ToolFormat, to_json, write_calls
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -166,10 +163,10 @@ class TemplateLimits:
                     del turn["tool_calls"]
                 elif self.json_arguments:
                     written = [
-                        {**one, "arguments": _as_json(one["arguments"])} for one in functions
+                        {**call, "function": {**one, "arguments": to_json(one["arguments"])}}
+                        for call, one in zip(calls, functions, strict=True)
                     ]
-                    pairs = zip(calls, written, strict=True)
-                    turn = {**turn, "tool_calls": [{**one, "function": f} for one, f in pairs]}
+                    turn = {**turn, "tool_calls": written}
             if joins and turn["role"] == "user":
                 turn = {**turn, "content": joined([turns.pop()["content"], turn["content"]], "\n")}
             turns.append(turn)
@@ -394,10 +391,6 @@ def _one_by_one(group: list[Message]) -> Iterator[Message]:
         yield from own
         results = [one for one in results if one not in own]
     yield from results
-
-
-def _as_json(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 def _with_ids(messages: Sequence[Message], known: ToolFormat | None) -> Iterator[Message]:

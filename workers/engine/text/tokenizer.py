@@ -7,8 +7,6 @@ Control tokens are left out of an answer, except those that mark tool calls for 
 (Mistral's `[TOOL_CALLS]`): the parser of tool calls needs them in the text.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from array import array
@@ -27,7 +25,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from workers.engine.text.chat_template import ChatTemplate, common_length, split_pieces
 from workers.engine.text.detokenizer import TextStream
-from workers.engine.text.long_text import PIECE_CHARS, chars_beyond
+from workers.engine.text.long_text import PIECE_CHARS, chars_beyond, in_turn
 from workers.engine.text.reasoning import Reasoning, detect_reasoning
 from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 
@@ -104,6 +102,13 @@ class PromptRenderer(ChatTemplate):
     def has_vision(self) -> bool:
         """Return whether the checkpoint has a picture processor."""
         return getattr(self._processor, "image_processor", None) is not None
+
+    async def read(self, generation: Generation, context_tokens: int) -> PreparedPrompt:
+        """Prepare the prompt of a generation; long texts wait for each other."""
+        prompt, limit = generation.prompt, generation.prompt_limit
+        if limit is not None and limit < 0:  # leave room for one token of the answer
+            limit = context_tokens - 1
+        return await in_turn(len(prompt.text), lambda: self.prepare(prompt, limit))
 
     def prepare(self, prompt: Prompt, limit: int | None = None) -> PreparedPrompt:
         """Tokenize a rendered prompt and process its pictures.
@@ -279,8 +284,7 @@ class PromptRenderer(ChatTemplate):
         if not generation.split_reasoning or self.reasoning_format is None:
             return None
         marks = generation.call_marks or ()
-        added = self._tokenizer.added_tokens_decoder.items()
-        calls = [index for index, token in added if token.content in marks[:1]]
+        calls = [index for index, token in self._added.items() if token.content in marks[:1]]
         state = self.reasoning_format.begin(
             prompt,
             generation.thinking_budget,
@@ -303,13 +307,9 @@ class PromptRenderer(ChatTemplate):
         known = self.tool_format
         return {
             index: token.content
-            for index, token in self._tokenizer.added_tokens_decoder.items()
+            for index, token in self._added.items()
             if known is not None and token.special and known.has_mark(token.content)
         }
-
-    @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.added_tokens_decoder)
 
     def raw(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character."""

@@ -7,8 +7,6 @@ row of the table while its text arrives. mlx-vlm knows many families by their te
 that only its own parser can read is a row that names the parser.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -142,10 +140,6 @@ class ToolFormat:
         tails = {call.tail.removeprefix(_SPACE) for call in (*self.calls, *self.strays)}
         elements = sorted(tail for tail in tails if tail.startswith("<"))
         return regex.compile("|".join((*map(escape, marks), *elements)) or "(?!)")
-
-    def is_shown(self, template: str) -> bool:
-        """Return whether a chat template has the markers of the format."""
-        return any(all(marker in template for marker in group) for group in self.markers)
 
     def has_mark(self, token: str) -> bool:
         """Return whether a special token is part of the format."""
@@ -392,7 +386,11 @@ def detect_tool_format(template: str) -> ToolFormat | None:
     matching = [spec for spec in SPECS if spec.matches(template)]
     best: Any = max(matching, key=lambda spec: spec.priority, default=None)
     name = "" if best is None else str(best.name)
-    shown = [known for known in FORMATS.values() if known.is_shown(template)]
+    shown = [
+        known
+        for known in FORMATS.values()
+        if any(all(marker in template for marker in group) for group in known.markers)
+    ]
     if best is not None and best.priority > 0:
         shown = [known for known in shown if known is FORMATS.get(_NEAR.get(name, ""))]
     if shown:
@@ -418,15 +416,16 @@ def write_calls(functions: Sequence[Mapping[str, Any]], tool_format: ToolFormat 
         text = f"[{', '.join(calls)}]"
     elif known.written:
         text = "".join(
-            known.written.format(index=index, name=name, arguments=_json(arguments))
+            known.written.format(index=index, name=name, arguments=to_json(arguments))
             for index, (name, arguments) in enumerate(named)
         )
     else:
-        text = _json([{"name": name, "arguments": arguments} for name, arguments in named])
+        text = to_json([{"name": name, "arguments": arguments} for name, arguments in named])
         if known.calls != RECORDS or known.opened:
             return text
     return f"{known.begin}{text}{known.end}"
 
 
-def _json(value: Any) -> str:
+def to_json(value: Any) -> str:
+    """Return a value as JSON, with all letters as they are."""
     return json.dumps(value, ensure_ascii=False)

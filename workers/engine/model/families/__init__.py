@@ -3,19 +3,13 @@
 A module has the record of a family, or of several that differ in little.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from workers.engine.model.families import gemma4, lfm2, llama4, mrope, nextn, qwen3_5, qwen3_next
+from workers.engine.model.families import gemma4, lfm2, llama4, mrope, nextn, qwen3_next
 from workers.engine.model.families.family import Family
 
-_FAMILIES = {
-    model_type: family
-    for module in (gemma4, lfm2, llama4, mrope, nextn, qwen3_5, qwen3_next)
-    for model_types, family in module.FAMILIES
-    for model_type in model_types
-}
+_MODULES = (gemma4, lfm2, llama4, mrope, nextn, qwen3_next)
+_FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 """By the name of mlx-vlm's package with the language model."""
 
 

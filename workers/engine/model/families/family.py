@@ -1,7 +1,5 @@
 """The record of a family."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ layer of its kind that has. Duck-typed to mlx-vlm's Gemma 4; `tests/model/test_a
 compares both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +55,7 @@ def last_layers(language: Any) -> dict[str, int]:
     return {layer.layer_type: number for number, layer in enumerate(own)}
 
 
-FAMILIES = (
-    (("gemma4",), Family(own_pass=_own_pass, score=_score, head=Assistant())),
-    (("gemma4_text",), Family(score=_score, head=Assistant())),
-)
+FAMILIES = {
+    "gemma4": Family(own_pass=_own_pass, score=_score, head=Assistant()),
+    "gemma4_text": Family(score=_score, head=Assistant()),
+}

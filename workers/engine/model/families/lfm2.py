@@ -5,8 +5,6 @@ them and keeps no history, so that no rejected draft could be rolled back, but i
 layer has read. Duck-typed to mlx-vlm's LFM2; `tests/model/test_families.py` compares with mlx-lm's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,4 +22,4 @@ def _own_pass(language: Any, tokens: mx.array, caches: Sequence[Any]) -> mx.arra
     return score(language, hidden)
 
 
-FAMILIES = ((("lfm2",), Family(own_pass=_own_pass)),)
+FAMILIES = {"lfm2": Family(own_pass=_own_pass)}

@@ -6,8 +6,6 @@ without rotary positions by the length of the context). This one takes both from
 Duck-typed to mlx-vlm's Llama 4; `tests/model/test_windows.py` compares both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,4 +54,4 @@ def _attend(attention: Any, inputs: mx.array, mask: mx.array, cache: RowCache) -
     return attention.o_proj(output.transpose(0, 2, 1, 3).reshape(rows, length, -1))
 
 
-FAMILIES = ((("llama4",), Family(own_pass=_own_pass)),)
+FAMILIES = {"llama4": Family(own_pass=_own_pass)}

@@ -1,7 +1,5 @@
 """DeepSeek V3 and GLM 4: an MTP head is one more of their layers, stored behind the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from workers.engine.model.families.family import Family, score
@@ -23,7 +21,7 @@ _HEAD = LayerHead(
     options={"num_hidden_layers": 1, "first_k_dense_replace": 0},
 )
 _FAMILY = Family(score=score, compiles=True, head=_HEAD)
-FAMILIES = (
-    (("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _FAMILY),
-    (("xing4_0",), replace(_FAMILY, head=None)),  # extends DeepSeek's class by other layers
-)
+FAMILIES = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _FAMILY),
+    "xing4_0": replace(_FAMILY, head=None),  # extends DeepSeek's class by other layers
+}

@@ -8,8 +8,6 @@ mlx-vlm adds it to the mean. Duck-typed to mlx-vlm's Qwen3-Next; `tests/model/te
 compares with mlx-lm's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,5 +82,8 @@ _HEAD = LayerHead(
     },
     norms_less_one=True,
 )
-_FAMILY = Family(own_pass=_own_pass, own_prefill=True, score=score, compiles=True, head=_HEAD)
-FAMILIES = ((("qwen3_next",), _FAMILY),)
+FAMILIES = {
+    "qwen3_next": Family(
+        own_pass=_own_pass, own_prefill=True, score=score, compiles=True, head=_HEAD
+    )
+}
