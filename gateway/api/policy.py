@@ -64,6 +64,10 @@ class Versions(TypedDict):
     """The versions of the policy, the last one first."""
 
     versions: list[VersionInfo]
+    active: int
+    """The number of the active one, which is older if this gateway cannot use the last one."""
+    problem: str
+    """Why the last version or the policy file is not active; empty if both are."""
 
 
 class Validation(TypedDict):
@@ -215,7 +219,13 @@ async def show_examples() -> Examples:
 async def show_history(gateway: CurrentGateway) -> Versions:
     """List the versions of the policy."""
     versions = await gateway.policy_store.versions()
-    return {"versions": [*reversed(versions)]}
+    active, last = gateway.policy_store.version.number, versions[-1].number if versions else 0
+    problem = gateway.policy_file.problem
+    if last > active:
+        problem = f"This gateway cannot use version {last}; its log says why."
+    elif problem:
+        problem = f"The policy file is not in force: {problem}"
+    return {"versions": [*reversed(versions)], "active": active, "problem": problem}
 
 
 @router.get(

@@ -151,8 +151,9 @@ def history(*, url: str, as_json: bool) -> int:
     """List the versions of the policy."""
     table = plain_table("Version", "When", "By", "Reason", "Note")
     answer = connect(url, admin=True).read("GET", f"{_PATH}/history")
-    for index, version in enumerate(answer["versions"]):  # the active one is first
-        number = Text(str(version["number"]), style="" if index else "green")
+    for version in answer["versions"]:
+        active = version["number"] == answer.get("active")
+        number = Text(str(version["number"]), style="green" if active else "")
         rest = (version[name] for name in ("time", "author", "reason", "note"))
         table.add_row(number, *map(Text, rest))
     return print_answer(answer, table, as_json=as_json)

@@ -9,9 +9,9 @@ import { coloured } from "./yaml_colors.js";
 const REASONS = { start: "shipped", file: "file", edit: "edit", rollback: "rollback" };
 
 // `editing` connects the list to the editor: `etag()`, `load(text)` and `changed(version)`.
-export function showHistory(versions, editing) {
+export function showHistory(versions, active, editing) {
   byId("history").replaceChildren(
-    ...versions.map((version, place) => entry(version, place === 0, editing)),
+    ...versions.map((version) => entry(version, version.number === active, editing)),
   );
 }
 

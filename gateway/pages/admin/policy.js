@@ -47,8 +47,10 @@ async function adopt(version, text = version.text) {
 }
 
 async function refreshHistory() {
-  const versions = await readHistory();
-  const now = versions[0];
+  const { versions, active, problem } = await readHistory();
+  const now = versions.find(({ number }) => number === active) ?? { number: active, author: "paceline", time: new Date() };
+  byId("policy-problem").textContent = problem;
+  byId("policy-problem").hidden = !problem;
   byId("active-version").replaceChildren(
     make("strong", {}, `Version ${now.number}`),
     " is active · ",
@@ -57,7 +59,7 @@ async function refreshHistory() {
     ago(now.time),
     now.note ? ` · ${now.note}` : "",
   );
-  showHistory(versions, {
+  showHistory(versions, active, {
     etag: () => readPolicy().then(({ etag }) => etag),
     load: (text) => {
       editor.text = text;

@@ -20,9 +20,7 @@ export async function readVersion(number) {
   return response.text();
 }
 
-export async function readHistory() {
-  return (await requestJson("GET", "/policy/history")).versions;
-}
+export const readHistory = () => requestJson("GET", "/policy/history");
 
 export const readSchema = () => requestJson("GET", "/policy/schema");
 

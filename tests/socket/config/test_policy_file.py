@@ -198,6 +198,9 @@ def test_c15_a_policy_that_an_older_paceline_accepted_stops_no_start(
         assert gateway.client.get("/readyz").text.startswith(f"ready, degraded: {told}")
         assert main(["status", "--url", gateway.url]) == 0
         assert told in " ".join(capsys.readouterr().out.split())
+        history = gateway.admin.get("/admin/v1/policy/history").json()
+        assert (history["versions"][0]["number"], history["active"]) == (2, 1)
+        assert history["problem"] == "This gateway cannot use version 2; its log says why."
         if stored == "by the file":
             wait_until(lambda: "without '*'" in file_problem(gateway))
             assert "The policy file is not active" in gateway.client.get("/readyz").text
@@ -227,6 +230,8 @@ def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_act
             replace(file, text)
             wait_until(functools.partial(reports, gateway, message))
             assert "line " in file_problem(gateway)
+            history = gateway.admin.get("/admin/v1/policy/history").json()
+            assert history["problem"] == f"The policy file is not in force: {file_problem(gateway)}"
             assert str(file) not in gateway.client.get("/v1/status").text
             (rejection,) = [one for one in caplog.records if "policy_file.rejected" in one.message]
             assert (rejection.levelno, str(file) in rejection.message) == (logging.ERROR, True)
