@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import logging
 import os
@@ -259,6 +260,9 @@ async def _start_and_serve(
                 pictures=PictureMemory.within(engine.state().memory_limit_bytes),
                 changed=changed,
             )
+            # While a body is parsed, the collector reads all objects many times: not these.
+            gc.collect()
+            gc.freeze()
             on_ready = functools.partial(announce, worker, source, settings.join)
             alive = await serve(
                 worker,
