@@ -104,9 +104,7 @@ def patterns() -> Iterator[tuple[str, str | bytes]]:
             module = importlib.import_module(package_module.name)
             for call in ast.walk(ast.parse(inspect.getsource(module))):
                 function = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
-                if isinstance(call, ast.Call) and (
-                    function.startswith("re.") or function == "Phrase"
-                ):
+                if isinstance(call, ast.Call) and re.fullmatch(r"re\.\w+|Phrase", function):
                     argument = call.args[0]
                     if isinstance(argument, ast.BinOp):  # names are filled in, or come first
                         named = isinstance(argument.left, ast.Subscript)
