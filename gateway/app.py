@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,6 +24,7 @@ from gateway.api import (
     models,
     openapi,
     pages,
+    pairing,
     policy,
     recent_errors,
     responses,
@@ -51,6 +54,8 @@ from paceline.error_messages import message_of
 from policies.document import PolicyInvalid
 
 _VERSIONS = ("v1", "v2")
+# FastAPI hides it, though not where pydantic completes a schema at its first use.
+warnings.filterwarnings("ignore", "The 'alias' attribute", UnsupportedFieldAttributeWarning)
 _DATA_PATHS = ("/v1/", "/v2/")
 
 
@@ -88,11 +93,11 @@ class GatewayApp(PortApp):
         self._status = status.StatusService(gateway, self.proxy)
         routers = [
             *(status.probes, status.router, models.router, recent_errors.own, usage.own),
-            workers.heartbeats,
+            *(workers.heartbeats, pairing.exchanges),
             *(explain.router, messages.router, responses.router, responses.conversations),
         ]
         # Workers join on the main port.
-        admin_routers = [workers.router, engines.router, policy.router]
+        admin_routers = [workers.router, pairing.router, engines.router, policy.router]
         admin_routers += [keys.router, usage.router, recent_errors.router]
         main_pages = [pages.START, pages.DASHBOARD, pages.TRY, pages.DOCS]
         self._origins = gateway.settings.allowed_origins

@@ -40,6 +40,8 @@ from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.inspection_thread import InspectionThread
 from gateway.memory_budget import MEMORY_LIMIT_BYTES, MemoryBudget
+from gateway.pairing.codes import PairingCodes
+from gateway.pairing.paired_workers import PairedWorkers
 from gateway.periodic import Job, WeekClock, Work, periodic_tasks
 from gateway.protocols.sealing import Sealer
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -133,6 +135,8 @@ class Gateway:
         self.recent_requests, self.documents = RecentRequests(), DocumentReader(memory)
         self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
         self._build_fleet(PacelineWorker(join_token))
+        self.paired_workers = PairedWorkers(records, secret, self.fleet, self.paceline, wall)
+        self.pairing_codes = PairingCodes(redis, self.sealer, self.paired_workers, clock)
         self._build_accounts()
         if redis is None:
             self.counters: CounterStore = MemoryCounters(self.accounting.take_pending)
@@ -231,6 +235,7 @@ class Gateway:
         await self.usage_store.open()
         await self.key_store.refresh()
         await self.cordons.refresh()
+        await self.paired_workers.refresh()
         await self.engine_records.refresh()
 
     @contextlib.asynccontextmanager
@@ -282,6 +287,7 @@ class Gateway:
         periods: tuple[tuple[Work, float], ...] = (
             (self.key_store.refresh, timing.refresh_s),
             (self.cordons.refresh, timing.refresh_s),
+            (self.paired_workers.refresh, timing.refresh_s),
             (self.engine_records.refresh, timing.refresh_s),
             (self.policy_store.refresh, timing.refresh_s),
             (self.prefix_deletion.delete_ended, _DELETION_S),

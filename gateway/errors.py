@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pydantic_core import to_json
 
 from gateway.types import Headers
-from paceline.protocol import CONTENT_CODINGS, ApiError
+from paceline.protocol import CONTENT_CODINGS, PAIRING_ENDED, ApiError
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@\[\]-]{0,99}")
 _PLAIN_CODE = re.compile(r"[a-z_]{1,64}")
@@ -188,8 +188,20 @@ class KeyEnded(KeyRefused, code="key_revoked"):
     message = "The API key of this request was revoked or has expired."
 
 
+class PairingEnded(KeyRefused, code=PAIRING_ENDED):
+    """The pairing of the worker has ended, or its token is of another id."""
+
+    message = "The pairing of this worker has ended. Pair it again with `paceline join`."
+
+
 class NotAllowedHere(RequestRefused, status=403, kind="permission_error", code="permission_denied"):
     """The route is closed to this client."""
+
+
+class PairingRefused(NotAllowedHere, code="pairing_refused"):
+    """The worker does not know the pairing code, which has ended."""
+
+    message = "The pairing code is wrong and no longer valid. Ask an admin for a new one."
 
 
 class PageRefused(NotAllowedHere):
@@ -297,6 +309,12 @@ class WorkerIdTaken(RequestRefused, status=409, code="worker_id_taken"):
     message = "Another live worker has this id. Start this worker with another id."
 
 
+class PairingClosed(RequestRefused, status=409, code="pairing_closed"):
+    """No pairing code is valid now, or the exchange has ended."""
+
+    message = "No pairing code is valid now. Ask an admin for a new one."
+
+
 class EngineListed(RequestRefused, status=409, code="engine_in_settings"):
     """An engine of the settings cannot be changed at run time."""
 
@@ -374,6 +392,13 @@ class EditUnconditional(RequestRefused, status=428, code="precondition_required"
         "overwrite another edit."
     )
     param = "if-match"
+
+
+class PairingTooSoon(RequestRefused, status=429, code="pairing_too_soon"):
+    """The last exchange of this address did not succeed less than a minute ago."""
+
+    message = "The last pairing from this address failed. Try again in a minute, with a new code."
+    retry_after_s = 60.0
 
 
 class LimitReached(RequestRefused, status=429, kind="rate_limit_error"):

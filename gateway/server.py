@@ -98,6 +98,11 @@ async def serve(
         url = _address(settings.host, listener)
         load, keyed = app.proxy.load, gateway.api_keys.required
         await stack.enter_async_context(awake_while(lambda: load.requests))
+        if settings.announce and not is_loopback(settings.host):
+            from gateway.pairing.announcement import announced  # noqa: PLC0415  # zeroconf is slow
+
+            port, fleet_id = listener.getsockname()[1], await gateway.paired_workers.fleet_id()
+            await stack.enter_async_context(announced(settings.host, port, fleet_id))
         started(Listening(url, admin_url, keyed, settings, lambda: load.requests))
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.load.idle.wait, app.cut)
 

@@ -160,7 +160,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start the request, unless its head is too large."""
-        size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
+        size = len(self.url)
+        self._body_bytes = 0
+        for name, value in self.headers:
+            size += len(name) + len(value)
+            if name == b"content-length":
+                self._body_bytes = int(value)
         if size > HeadTooLarge.limit_bytes or len(self.headers) > HeadTooLarge.limit_headers:
             self._rejection = HeadTooLarge()
             raise self._rejection
@@ -168,8 +173,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing_bytes = self._trailers = 0
         if self.parser.should_upgrade():
             return  # `_feed` parses the request again without it
-        lengths = [value for name, value in self.headers if name == b"content-length"]
-        self._body_bytes = int(lengths[0]) if lengths else 0
         if self._buffered.closing_since_s is None:
             super().on_headers_complete()
 

@@ -23,6 +23,8 @@ from paceline.request.profile import Endpoint, Sampling
 
 PROTOCOL = 1
 """Number of this protocol. It grows by one with each change that an older side misunderstands."""
+PAIRING_ENDED = "pairing_ended"
+"""The code of the error for a worker whose pairing has ended."""
 MAX_REPORTED_PREFIXES = 64
 """Cached prefixes that a report lists; a worker may have more."""
 MAX_HELD_PREFIXES = 256

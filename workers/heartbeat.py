@@ -25,7 +25,7 @@ from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 from paceline.addresses import WILDCARDS, base_url
 from paceline.http import certificate_authorities, system_error
 from paceline.lifecycle import first_of
-from paceline.protocol import PROTOCOL, WorkerReport, speaks
+from paceline.protocol import PAIRING_ENDED, PROTOCOL, WorkerReport, speaks
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ REQUEST_TIMEOUT = httpx.Timeout(5.0, connect=2.0)
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 2.0
 """A gateway that restarts has the reports of all its workers within this time."""
+_BACKOFF = wait_random_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S)
 REPEAT_AFTER_S = 60.0
 """A state that lasts is logged again after so long."""
 RESOLVE_INTERVAL_S = 2.0
@@ -95,6 +96,10 @@ def wait_for_gateway(
 
 def _check_admission(response: httpx.Response, url: str, token: SecretStr | None) -> None:
     """Raise `NotAdmitted` unless a gateway has answered that speaks the worker's protocol."""
+    if _error_code(response) == PAIRING_ENDED:
+        raise NotAdmitted(
+            f"The gateway at {url} has ended the pairing of this worker. Run `paceline join {url}`."
+        )
     if response.status_code == httpx.codes.UNAUTHORIZED:
         problem = "has another join token" if token else "needs its join token"
         raise NotAdmitted(
@@ -126,6 +131,12 @@ def _json_of(response: httpx.Response) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return body if isinstance(body, Mapping) else {}
+
+
+def _error_code(response: httpx.Response) -> object:
+    """Return the code of an error response; None if it has none."""
+    error = _json_of(response).get("error")
+    return error.get("code") if isinstance(error, Mapping) else None
 
 
 class _RepeatedLog:
@@ -242,9 +253,21 @@ class HeartbeatRejected(Exception):
     """An error response of the gateway to a heartbeat."""
 
 
+class PairingEnded(HeartbeatRejected):
+    """The gateway has ended the pairing of this worker."""
+
+
+def _next_attempt_s(state: RetryCallState) -> float:
+    """Return the wait before the next heartbeat; an admin who ends a pairing wants no more."""
+    ended = state.outcome is not None and isinstance(state.outcome.exception(), PairingEnded)
+    return REPEAT_AFTER_S if ended else _BACKOFF(state)
+
+
 def _rejection(response: httpx.Response) -> str:
     """Return why a gateway rejects a request of this worker: in our words, else in its own."""
     match response.status_code, _json_of(response):
+        case httpx.codes.UNAUTHORIZED, {"error": {"code": str(code)}} if code == PAIRING_ENDED:
+            return "it has ended the pairing of this worker; `paceline join` pairs it again"
         case httpx.codes.UNAUTHORIZED, _:
             return "it has another join token"
         case httpx.codes.CONFLICT, _:
@@ -329,14 +352,15 @@ class _Gateway:
     async def _send_heartbeat(self) -> float:
         """Send reports, each a new one, until the gateway accepts one; return its interval in s."""
         async for attempt in AsyncRetrying(  # after any error: a worker that gives up is lost
-            wait=wait_random_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
+            wait=_next_attempt_s,
             before_sleep=self._log_failure,  # once: an outage is one event, not hundreds
         ):
             with attempt:
                 self.changed.clear()
                 response = await self._request("PUT", self._report().model_dump(mode="json"))
                 if response.is_error:
-                    raise HeartbeatRejected(_rejection(response))
+                    ended = _error_code(response) == PAIRING_ENDED
+                    raise (PairingEnded if ended else HeartbeatRejected)(_rejection(response))
         if self._failing.clear():
             log.info("heartbeat.recovered gateway=%s", self._name)
         elif not self._joined:

@@ -11,7 +11,7 @@ import socket
 import stat
 from enum import IntEnum, StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.addresses import WILDCARDS, is_loopback
 from paceline.names import Label
+from paceline.pairing import stored_pairing
 from paceline.private_files import check_private, make_private
 from paceline.protocol import MAX_LABELS
 from workers.engine.types import LaneName, WeightType
@@ -26,6 +27,7 @@ from workers.engine.types import LaneName, WeightType
 logger = logging.getLogger(__name__)
 
 _DEFAULT_HOST = "127.0.0.1"
+_STATE_DIR = "~/.paceline"
 _NOT_OF_A_GROUP = frozenset(
     ("task", "lanes", "adapter", "dtype", "prefill_chunk", "draft_tokens", "mtp", "spec_prefill")
 )
@@ -116,7 +118,7 @@ class WorkerSettings(BaseSettings):
     """Tokens from which a prompt is long."""
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
     """Share of a long prompt that is read."""
-    state_dir: Path = Field(Path("~/.paceline"), validation_alias="PACELINE_STATE_DIR")
+    state_dir: Path = Field(Path(_STATE_DIR), validation_alias="PACELINE_STATE_DIR")
     group: Path | None = None
     """Host file of the machines that serve the model together (default: none)."""
     split: Split | None = None
@@ -124,6 +126,20 @@ class WorkerSettings(BaseSettings):
     model can, else `pipeline`)."""
     leash: bool = False
     """Shut down when standard input closes, so that no worker outlives its parent process."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _use_pairing(cls, given: Any) -> Any:
+        """Take id and token from the pairing with the gateway, unless there is a join token."""
+        token = given.get("PACELINE_JOIN_TOKEN") or given.get("token")
+        if token or not isinstance(url := given.get("join"), str) or not url:
+            return given
+        state_dir = given.get("PACELINE_STATE_DIR") or given.get("state_dir") or _STATE_DIR
+        try:
+            kept = stored_pairing(Path(state_dir), url.rstrip("/"), str(given.get("id") or ""))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the pairings in {state_dir} cannot be used: {error}") from None
+        return given if kept is None else {**given, "id": kept.worker_id, "token": kept.token}
 
     @field_validator("lanes", "labels", mode="before")
     @classmethod
@@ -160,7 +176,7 @@ class WorkerSettings(BaseSettings):
         if is_reachable and self.token is None:
             raise ValueError(
                 "a worker that other machines can reach needs the join token of its gateway: set "
-                "PACELINE_JOIN_TOKEN, or use --token"
+                "PACELINE_JOIN_TOKEN, use --token, or pair it with `paceline join`"
             )
         return self
 
@@ -195,6 +211,13 @@ class WorkerSettings(BaseSettings):
     def follows_route(self) -> bool:
         """Whether gateways get the address that faces them, since the owner has set none."""
         return bool(self.join) and self.listening_host in WILDCARDS
+
+
+def paired_nodes_key(settings: WorkerSettings) -> bytes:
+    """Return the key of nodes of the prefix cache that the pairing gave; empty without one."""
+    kept = stored_pairing(settings.state_dir, settings.join, settings.id) if settings.join else None
+    own = kept and settings.token and kept.token == settings.token.get_secret_value()
+    return bytes.fromhex(kept.nodes_key) if kept and own else b""
 
 
 def prefix_cache_on_disk(settings: WorkerSettings) -> tuple[Path | None, bytes]:

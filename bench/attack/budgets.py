@@ -70,7 +70,13 @@ class Budgets(Attack):
     promise = "the worker uses no more than is charged, and no budget is passed by 10%"
     share = 0.06
 
+    async def prepare(self) -> None:
+        """Ask once in each way, for what a worker loads for the first one: it stays."""
+        for path, make in _WAYS.values() if not self.tally.inputs else ():
+            await self.ask({"model": MODEL, **make(self.rng)}, path)
+
     async def run(self) -> None:
+        await self.prepare()
         ways = list(_WAYS)
         self.rng.shuffle(ways)
         for way in ways:

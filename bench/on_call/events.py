@@ -39,6 +39,8 @@ class Event:
     log: str
     metric: str
     path: str = LIVE
+    pictured: str = ""
+    """The page of the picture; the same as `path` by default."""
     arguments: tuple[str, ...] = _STATUS
 
     def pattern(self, place: str) -> str:
@@ -147,6 +149,9 @@ async def _wrong_policy(fleet: OnCall) -> AsyncIterator[None]:
 @asynccontextmanager
 async def _taken_id(fleet: OnCall) -> AsyncIterator[None]:
     await fleet.start_worker(MINI, part="impostor")
+    async with asyncio.timeout(60):
+        while not fleet.log_size("impostor"):  # the start of Python is not of interest
+            await asyncio.sleep(0.05)
     try:
         yield
     finally:
@@ -204,6 +209,7 @@ EVENTS: Final = (
         page="revoked",
         command="revoked",
         arguments=("errors",),
+        pictured="/admin#keys",
         log="key.ended_in_use",
         metric=r'paceline_errors_total{code="ended_api_key"} [1-9]',
     ),
@@ -226,6 +232,7 @@ EVENTS: Final = (
     Event(
         name="a policy file is wrong",
         happening=_wrong_policy,
+        pictured="/admin#policy",
         page="did you mean 'to'",
         command="The policy file is not active",
         log="policy_file.rejected",
@@ -234,6 +241,7 @@ EVENTS: Final = (
     Event(
         name="a worker starts with a taken id",
         happening=_taken_id,
+        pictured="/admin#workers",
         page=f"{MINI}: Another worker has started with the same id",
         command=f"{MINI} has a problem: Another worker has started with the same id",
         log=f"fleet.id_taken worker={MINI}",
@@ -242,6 +250,7 @@ EVENTS: Final = (
     Event(
         name="an engine answers 429",
         happening=_engine_fails,
+        pictured="/admin#workers",
         page=f"{ENGINE}.{{0,40}}busy",
         command=f"{ENGINE} busy",
         log=f"worker.busy worker={ENGINE}",

@@ -95,14 +95,22 @@ class OnCall:
         found: Mapping[str, Any] = answer.json() if answer.content else {}
         return found
 
-    def log_size(self) -> int:
-        return self.gateway.log.stat().st_size
+    def log_size(self, part: str = "") -> int:
+        """Return the bytes that a part, or the gateway, has logged."""
+        return (self.parts[part] if part else self.gateway).log.stat().st_size
 
     async def read_page(self, path: str) -> str:
         """Return the text of a page, which stays open and refreshes itself."""
         if self.page.url.removeprefix(self.url) != path:
             await self.page.goto(self.url + path)
         return await self.page.inner_text("body")
+
+    async def take_picture(self, path: str) -> bytes:
+        """Return what a page shows first, once it has drawn itself."""
+        await self.page.goto("about:blank")  # the sections of a page load anew
+        await self.page.goto(self.url + path)
+        await self.page.wait_for_timeout(2500)
+        return await self.page.screenshot()
 
     async def run_command(self, arguments: tuple[str, ...]) -> str:
         """Return what a command prints, on one line; the start of Python is not of interest."""
@@ -179,7 +187,7 @@ async def _browser() -> AsyncIterator[Browser]:
 
 async def _signed_in(browser: Browser) -> Page:
     """Return a tab whose pages have the admin key."""
-    page = await browser.new_page()
+    page = await browser.new_page(viewport={"width": 1080, "height": 720}, reduced_motion="reduce")
     keys = dict.fromkeys(("paceline-key", "paceline-admin-key"), ADMIN_KEY)
     await page.add_init_script(
         f"for (const [name, key] of Object.entries({json.dumps(keys)})) "

@@ -28,6 +28,7 @@ from gateway.errors import (
     KeyRefused,
     NoteMissing,
     PageRefused,
+    WorkerIdTaken,
 )
 from gateway.http.downstream import header, read_small_body, response_writer
 from gateway.memory_budget import MemoryHold
@@ -42,15 +43,16 @@ from gateway.strict_json import footprint_bytes, parse
 from gateway.types import RawBody
 from paceline.protocol import MAX_REPORT_BYTES
 
-DATA_KEY, ADMIN_KEY, JOIN_TOKEN = "dataKey", "adminKey", "joinToken"
+DATA_KEY, ADMIN_KEY, JOIN_TOKEN, _NO_KEY = "dataKey", "adminKey", "joinToken", ""
 """The security schemes in the published OpenAPI."""
 _SCHEMES = {
     DATA_KEY: "An API key, or the admin key.",
     ADMIN_KEY: "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
-    JOIN_TOKEN: "The token that workers need to join.",
+    JOIN_TOKEN: "The token that workers need to join, or the token of a paired worker.",
 }
 _ANTHROPIC = b"anthropic-"
 _BODY_LIMIT_BYTES = 256 * 1024
+_OPEN_BODY_LIMIT_BYTES = 4096
 AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"
 _AUTHOR_CHARS = 100
@@ -85,6 +87,11 @@ def admin_router(prefix: str = "", body_limit_bytes: int = _BODY_LIMIT_BYTES) ->
     return _router(prefix, ADMIN_KEY, body_limit_bytes)
 
 
+def open_router(prefix: str) -> APIRouter:
+    """Return a router whose routes need no key, and take small bodies of no foreign page."""
+    return _router(prefix, _NO_KEY, _OPEN_BODY_LIMIT_BYTES)
+
+
 def _router(prefix: str, scheme: str, body_limit_bytes: int | None) -> APIRouter:
     class GuardedRoute(APIRoute):
         """Checks within the route and not in a middleware, so that 404 and 405 come before 401."""
@@ -98,6 +105,8 @@ def _router(prefix: str, scheme: str, body_limit_bytes: int | None) -> APIRouter
                 try:
                     if scheme == DATA_KEY:
                         check_data_key(request, gateway)
+                    elif scheme == _NO_KEY:
+                        _check_page(request, gateway)
                     else:
                         _check_secret(request, gateway, scheme)
                 except KeyRefused as refused:
@@ -110,6 +119,8 @@ def _router(prefix: str, scheme: str, body_limit_bytes: int | None) -> APIRouter
 
             return guarded
 
+    if scheme == _NO_KEY:
+        return APIRouter(prefix=prefix, route_class=GuardedRoute)
     security = HTTPBearer(scheme_name=scheme, description=_SCHEMES[scheme], auto_error=False)
     return APIRouter(prefix=prefix, route_class=GuardedRoute, dependencies=[Security(security)])
 
@@ -155,17 +166,28 @@ def check_data_key(request: Request, gateway: Gateway) -> None:
         api_key = gateway.api_keys.authenticate(
             header(request.scope, b"authorization"), header(request.scope, b"x-api-key")
         )
-    elif comes_from_foreign_page(request.scope["headers"], gateway.settings.allowed_origins):
-        raise PageRefused
+    else:
+        _check_page(request, gateway)
     request.state.api_key = api_key
+
+
+def _check_page(request: Request, gateway: Gateway) -> None:
+    if comes_from_foreign_page(request.scope["headers"], gateway.settings.allowed_origins):
+        raise PageRefused
 
 
 def _check_secret(request: Request, gateway: Gateway, scheme: str) -> None:
     """Check also on loopback: a proxy on this machine forwards the requests of others."""
     settings, admin = gateway.settings, scheme == ADMIN_KEY
+    authorization = header(request.scope, b"authorization")
+    worker_id, paired = request.path_params.get("worker_id", ""), gateway.paired_workers
+    if not admin and paired.authenticates(worker_id, authorization):
+        return
     secret = settings.admin_key if admin else settings.join_token
-    if not matches_secret(header(request.scope, b"authorization"), secret):
+    if not matches_secret(authorization, secret):
         raise AdminKeyRefused if admin else KeyRefused
+    if not admin and worker_id in paired.by_worker:
+        raise WorkerIdTaken  # the gateways would call it by the token of the paired one
 
 
 async def _api_key(request: Request) -> Any:

@@ -159,7 +159,7 @@ async def _check(
     worker = gateway.fleet.get(candidate.worker_id)
     if worker is None or not worker.backend.sends_reports:
         return None
-    headers = worker.backend.headers(Told(candidate.lane))
+    headers = worker.backend.headers(Told(candidate.worker_id, candidate.lane))
     response = await gateway.control.check(worker.report, path, encoded, headers)
     status, answer = response or (0, None)
     if not isinstance(answer, dict):

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import ADMIN_KEY, DATA_KEY, JOIN_TOKEN
 from gateway.auth.records import KeyTerms
-from gateway.protocols import WIRE_FORMATS, cohere, messages, responses
+from gateway.protocols import WIRE_FORMATS, cohere, messages
 from gateway.protocols.cohere import COHERE_RERANK
 from gateway.protocols.messages import MESSAGES_PATH
 from gateway.protocols.openai import ANSWER_FIELDS
@@ -24,6 +24,7 @@ from paceline.http import HeadTooLarge, HeadTooSlow, NotHttp
 from paceline.protocol import ApiError
 from paceline.request.profile import GENERATING, Endpoint, Priority
 from paceline.request.schema import request_schema
+from paceline.request.wires import Wire
 from policies.json_schema import policy_schema
 
 JSON = "application/json"
@@ -70,7 +71,7 @@ _TAGS = {
     DATA_KEY: ("For clients", "With an API key, if the gateway has any."),
     _NO_KEY: ("For everyone", "Without a key."),
     ADMIN_KEY: ("For admins", "With the admin key."),
-    JOIN_TOKEN: ("For workers", "With the join token."),
+    JOIN_TOKEN: ("For workers", "With the join token, or the token of a paired worker."),
 }
 """Groups of routes and their descriptions, by the kind of key."""
 
@@ -249,9 +250,7 @@ def _schemas() -> dict[str, Any]:
     return {
         **parts,
         **terms.pop("$defs", {}),
-        **{endpoint.value: request_schema(endpoint) for endpoint in Endpoint},
-        _MESSAGES: messages.SCHEMA,
-        _RESPONSES: responses.SCHEMA,
+        **{wire.name.lower(): request_schema(wire) for wire in Wire},
         _COHERE_RERANK: cohere.SCHEMA,
         MESSAGES_ERROR: messages.ERROR_SCHEMA,
         "CohereError": cohere.ERROR_SCHEMA,

@@ -181,7 +181,7 @@ async def show(
         events = running.log.follow(starting_after)
         return StreamingResponse(events, media_type="text/event-stream")
     if running is not None and running.log is not None and not running.log.closed:
-        return running.response
+        return running.builder.response
     return _shown_response(await kept.get("Response", owner, response_id), encrypted=encrypted)
 
 

@@ -89,6 +89,10 @@ class WorkerDetails(TypedDict):
     """As `absence` in `/v1/status`."""
     cordoned_since: NotRequired[str]
     cordoned_by: NotRequired[str]
+    paired_since: NotRequired[str]
+    """It has a token of its own."""
+    last_seen: NotRequired[str]
+    """Of a paired worker: its last sign, to the hour."""
 
 
 class Joining(TypedDict):
@@ -102,7 +106,7 @@ class Joining(TypedDict):
 
 
 class Workers(TypedDict):
-    """All workers that have joined, were lost within a day, or are cordoned."""
+    """All workers that have joined, were lost within a day, are cordoned, or are paired."""
 
     workers: list[WorkerDetails]
     joining: Joining
@@ -145,6 +149,7 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
     gateway.fleet.heartbeat(report, reached=reached)
     gateway.prefix_index.record_report(report)
     await gateway.counters.store_report(report)
+    await gateway.paired_workers.record_sign(worker_id)
     return {"interval_s": HEARTBEAT_INTERVAL_S}
 
 
@@ -190,7 +195,8 @@ async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
 async def show_all(gateway: CurrentGateway, request: Request) -> Workers:
     """Show the workers."""
     members = {member.report.worker_id: member for member in gateway.fleet.workers()}
-    names = dict.fromkeys((*members, *gateway.fleet.absences(), *gateway.cordons.by_worker))
+    known = gateway.fleet.absences(), gateway.cordons.by_worker, gateway.paired_workers.by_worker
+    names = dict.fromkeys((*members, *(name for part in known for name in part)))
     host, port = gateway.settings.host, gateway.settings.port or request.url.port or 0
     joining: Joining = {
         "url": "" if is_loopback(host) else network_url(host, port),
@@ -280,4 +286,8 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
     cordon = gateway.cordons.by_worker.get(worker_id)
     if cordon is not None:
         worker |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
+    if (paired := gateway.paired_workers.by_worker.get(worker_id)) is not None:
+        worker["paired_since"] = paired.since.isoformat()
+        if (seen := gateway.paired_workers.seen.get(worker_id)) is not None:
+            worker["last_seen"] = seen.isoformat()
     return worker

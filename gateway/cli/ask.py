@@ -35,11 +35,7 @@ _LEAST_TOKENS = 16
 _LEAST_S = 1.0
 """Time that an answer must take to show a speed that its worker does not report."""
 _SIGNATURES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}
-_REASONS = {
-    **BECAUSE,
-    "media": "the question has a picture",
-    "policy": "the policy says so",
-}
+_REASONS = {**BECAUSE, "policy": "the policy says so"}
 
 
 def run(

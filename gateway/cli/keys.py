@@ -31,13 +31,17 @@ _FIRST_KEY = "All clients need a key from now on; this cannot be undone."
 _STATE_STYLES = {"active": "green", "expired": "yellow", "revoked": "red"}
 
 
-def create(*, url: str, as_json: bool, limits: Sequence[tuple[str, int]], **terms: Any) -> int:
-    """Create a key with the given terms; on a terminal the first one needs a confirmation."""
+def create(
+    *, url: str, as_json: bool, yes: bool, limits: Sequence[tuple[str, int]], **terms: Any
+) -> int:
+    """Create a key with the given terms; the first one needs a confirmation."""
     body = {name: value for name, value in terms.items() if value not in (None, ())} | dict(limits)
     gateway = connect(url, admin=True)
     if not gateway.read("GET", _PATH)["required"]:
         sys.stderr.write(f"This is the first key. {_FIRST_KEY}\n")
-        if sys.stdin.isatty() and not click.confirm("Create it?", err=True):
+        if not (yes or sys.stdin.isatty()):
+            raise CommandError("no key was created; without a terminal, --yes confirms the first.")
+        if not (yes or click.confirm("Create it?", err=True)):
             raise CommandError("no key was created.")
     return _print_secret("Created", gateway.read("POST", _PATH, json=body), as_json=as_json)
 

@@ -51,7 +51,9 @@ Admin page: {admin_page}
 
 """
 _JOIN = """\
-To join another Mac, run there
+To join another Mac, run `paceline join` there with the code that this command shows:
+    {command} workers pair{at}
+or, with the join token:
     PACELINE_JOIN_TOKEN={token} {command} worker --join {address} --model NAME"""
 _OPEN_UNKEYED = """\
 Only this machine can use it so far. To use more Macs:
@@ -230,7 +232,7 @@ class _WorkerRunner:
         # The readers of a pipe or a log may not join workers.
         terminal = sys.stdout.isatty()
         token = self._join_token if terminal else "TOKEN"
-        joining = _JOIN.format(command=command, address=address, token=token)
+        joining = _JOIN.format(command=command, address=address, token=token, at=at)
         place = f"\nThe join token: {secret_source(self.given, 'join_token')}"
         return ready + joining + ("" if terminal else place)
 

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from gateway.cli import CommandError
 from gateway.cli.client import connect, local_time, plain_table, print_answer, print_output
+from paceline.pairing import PAIRING_PATH
 
 _PATH = "/admin/v1/workers"
 # The gateway waits for as long as the command says.
@@ -36,6 +37,22 @@ def uncordon(*, worker: str, url: str) -> int:
     """Resume requests to a worker."""
     connect(url, admin=True).send("DELETE", _place(worker, "cordon"))
     return print_output(f"{worker} gets requests again.")
+
+
+def pair(*, url: str) -> int:
+    """Show a pairing code."""
+    answer = connect(url, admin=True).read("POST", f"{PAIRING_PATH}/code")
+    code, minutes = answer["code"], round(answer["valid_s"] / 60)
+    return print_output(
+        f"{code[:4]}-{code[4:]}\n\nRun `paceline join` on the other Mac, and enter this code "
+        f"within {minutes} minutes. It is good for one try."
+    )
+
+
+def unpair(*, worker: str, url: str) -> int:
+    """End the pairing of a worker."""
+    connect(url, admin=True).send("DELETE", f"{PAIRING_PATH}/workers/{quote(worker, safe='')}")
+    return print_output(f"{worker} is no longer paired; `paceline join` pairs it again.")
 
 
 def drain(*, worker: str, timeout_s: int, move: bool, url: str) -> int:
@@ -81,4 +98,7 @@ def _state(worker: Mapping[str, Any]) -> str:
         words.append(f"({worker['gone_because']}) since {local_time(worker['gone_since'])}")
     if "cordoned_since" in worker:
         words.append(f"by {worker['cordoned_by']} since {local_time(worker['cordoned_since'])}")
+    if "paired_since" in worker:
+        seen = f", last seen {local_time(worker['last_seen'])}" if "last_seen" in worker else ""
+        words.append(f"paired since {local_time(worker['paired_since'])}{seen}")
     return " ".join(filter(None, words))

@@ -133,11 +133,11 @@ class ClusterSync:
     @property
     def record_problem(self) -> str:
         """Return which stored records are not active here; the log has the reasons."""
-        found = [f"{one.kind} {name}" for one in self.records.readers for name in one.skipped]
-        if not found:
-            return ""
-        named = ", ".join((*found[:_NAMED], *(["..."] if found[_NAMED:] else ())))
-        return f"This gateway cannot use what is stored as {named}. Its log says why."
+        readers = reversed(self.records.readers)  # the policy is first
+        found = [f"{one.kind} {name}" for one in readers for name in one.skipped]
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        named = ", ".join(found[:_NAMED]) + more
+        return named and f"This gateway cannot use what is stored as {named}. Its log says why."
 
     @property
     def problem(self) -> str:

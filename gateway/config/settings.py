@@ -63,6 +63,9 @@ class Settings(BaseSettings):
     """Host names that clients may use, besides addresses and the names of this machine."""
     allowed_origins: Annotated[tuple[Origin, ...], NoDecode] = Field(default=(), max_length=64)
     """Origins of web pages that may use the data plane in a browser, such as https://example.com."""
+    announce: bool = True
+    """Announce the gateway on the local network, so that `paceline join` finds it, unless it
+    listens only on loopback."""
     policy: Path | None = None
     """The policy file; None starts with the shipped policy."""
     state_dir: Path = Path("~/.paceline")

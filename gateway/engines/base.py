@@ -132,6 +132,7 @@ class Isolation(Enum):
 class Told(NamedTuple):
     """The headers for a worker about one request."""
 
+    worker_id: str
     lane: str
     prefix: PrefixKeys = NO_KEYS
     scope: str = NO_PREFIX
@@ -158,6 +159,10 @@ class Engine(AnswerReader, ABC):
 
     def __init__(self, token: str = "") -> None:
         self.authorization = {"authorization": f"Bearer {token}"} if token else {}
+
+    def authorization_of(self, _worker_id: str) -> Mapping[str, str]:
+        """Return the header that authorizes the gateway at a worker."""
+        return self.authorization
 
     @abstractmethod
     def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:

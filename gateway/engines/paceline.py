@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import SecretStr
 from pydantic_core import from_json, to_json
 
 from gateway import errors
@@ -73,13 +74,24 @@ class _Paceline(Engine):
 
 
 class PacelineWorker(_Paceline):
-    """A worker of Paceline that sends heartbeats, authorized by the join token."""
+    """A worker of Paceline that sends heartbeats, authorized by the join token or by its own."""
 
     facts = fact_pattern(CALLS)
     sends_reports = True
     shares_slots = False
     continues_streams = True
     isolation = Isolation.CACHE_SALT
+
+    def __init__(self, token: str = "") -> None:
+        super().__init__(token)
+        self.paired: Mapping[str, SecretStr] = {}
+        """The tokens of paired workers by their ids."""
+
+    def authorization_of(self, worker_id: str) -> Mapping[str, str]:
+        """Return the header with the token of a paired worker, or else the join token."""
+        if (token := self.paired.get(worker_id)) is None:
+            return self.authorization
+        return {"authorization": f"Bearer {token.get_secret_value()}"}
 
     def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
         """Return the one model of the report, and whether it lacks pictures."""
@@ -89,7 +101,7 @@ class PacelineWorker(_Paceline):
     def headers(self, told: Told) -> Mapping[str, str]:
         """Return the token, the lane, the prompt's scope, its sources and its limit."""
         headers = {
-            **self.authorization,
+            **self.authorization_of(told.worker_id),
             "x-paceline-lane": told.lane,
             KEYS_HEADER: _keys_text(told.prefix),
             SCOPE_HEADER: told.scope,

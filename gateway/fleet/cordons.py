@@ -107,6 +107,6 @@ class Cordons:
 
     def _check_known(self, worker_id: str) -> None:
         """Raise `WorkerUnknown` unless the worker is in the fleet, lost or cordoned."""
-        known = {*self.by_worker, *self._fleet.absences()}
+        known = {*self.by_worker, *self._reader.skipped, *self._fleet.absences()}
         if worker_id not in known and self._fleet.get(worker_id) is None:
             raise WorkerUnknown

@@ -96,8 +96,11 @@ class EngineRecords:
         record = EngineRecord(
             worker=worker, since=datetime.fromtimestamp(int(self._wall()), UTC), author=author
         )
-        if not await self._table.add(worker.id, record.model_dump_json()):
-            raise WorkerIdTaken
+        text = record.model_dump_json()
+        if not await self._table.add(worker.id, text):
+            if worker.id not in self._reader.skipped:
+                raise WorkerIdTaken
+            await self._table.replace(worker.id, text)
         log.info("engine.joined worker=%s author=%r", worker.id, author)
         await self._watch.probe_now(worker.id)  # it gets requests from here on
         return self._watch.engines.get(worker.id, watched)
@@ -110,7 +113,7 @@ class EngineRecords:
         await self.refresh()
         if worker_id in self._settings:
             raise EngineListed
-        if worker_id not in self.joined:
+        if worker_id not in self.joined and worker_id not in self._reader.skipped:
             raise EngineUnknown
         await self._table.remove(worker_id)
         log.info("engine.removed worker=%s author=%r", worker_id, author)

@@ -39,7 +39,7 @@ CHECK_REFUSALS = (
 """The statuses of a check that refuse the request; others concern the worker."""
 MAX_ATTEMPTS = 2
 _MAX_CALL_BACKS = 64
-# Later another machine may have its address, and the question carries the join token.
+# Later another machine may have its address, and the question carries the token.
 _ASK_WITHIN_S = 600.0
 _RETRY_DELAY_S = 0.05
 TIMEOUTS = (httpx.TimeoutException, TimeoutError)
@@ -49,6 +49,7 @@ class ReportClient:
     """Requests reports from the workers that send heartbeats, within `client`."""
 
     def __init__(self, backend: PacelineWorker, fleet: WorkerRegistry, store: CounterStore) -> None:
+        self._authorization_of = backend.authorization_of
         self._fleet = fleet
         self._store = store
         self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
@@ -56,7 +57,7 @@ class ReportClient:
         """Updates the reports of all live workers, once for all who call at a time."""
         self.client = httpx.AsyncClient(
             # Not compressed: a small response could hold a large report.
-            headers={**backend.authorization, "accept-encoding": "identity"},
+            headers={"accept-encoding": "identity"},
             timeout=CALL_BACK_TIMEOUT_S,
             # No task reads an idle connection, so the end of one would go unnoticed.
             limits=httpx.Limits(max_keepalive_connections=0),
@@ -102,7 +103,10 @@ class ReportClient:
         try:
             async with asyncio.timeout(DELETION_TIMEOUT_S):
                 response = await self.client.delete(
-                    worker.url + PREFIX_CACHE_PATH, params=params, timeout=DELETION_TIMEOUT_S
+                    worker.url + PREFIX_CACHE_PATH,
+                    params=params,
+                    headers=self._authorization_of(worker.worker_id),
+                    timeout=DELETION_TIMEOUT_S,
                 )
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             why = type(error).__name__
@@ -163,7 +167,8 @@ class ReportClient:
         url = worker.url + REPORT_PATH
         try:
             async with asyncio.timeout(timeout_s):
-                response, body = await fetch(self.client, "GET", url)
+                headers = self._authorization_of(worker.worker_id)
+                response, body = await fetch(self.client, "GET", url, headers)
             if (status := response.status_code) != httpx.codes.OK:
                 rejected = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
                 raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")

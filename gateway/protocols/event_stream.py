@@ -26,6 +26,7 @@ EVENT_LIMIT_BYTES = 1024 * 1024
 # Two line ends in a row close an event. Atomic, so that one \r\n is never taken for two ends.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_TOLD_EVENT = re.compile(TOKENS_LINE + rb"([^\n]*\n)(data:[^\n]*\n\n)")
 
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
@@ -129,7 +130,7 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> bytes:
         """Scan bytes and return those for the client; none once the stream is broken."""
-        told = self.progress is not None
+        told = together = self.progress is not None
         if not told and chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         data = self._pending + chunk
@@ -141,7 +142,10 @@ class StreamScanner:
             else:
                 self._read(data[start:end], passed)
             start = end
-            if not told and (plain := self._plain_up_to(data, start)):
+            if together and (plain := self._plain_up_to(data, start)):
+                together = self._read_together(data[start:plain], passed)
+                start = plain if together else start
+            elif not told and (plain := self._plain_up_to(data, start)):
                 passed += data[start:plain]
                 start = plain
             search_from = start
@@ -201,6 +205,18 @@ class StreamScanner:
         line, self._line = self._line, b""
         if self.progress is not None and not self.state.broken:
             self.progress.lines += line
+
+    def _read_together(self, events: bytes, passed: bytearray) -> bool:
+        """Read text events with a line each, many in one call; return whether they are such."""
+        if self.progress is None or self._group:
+            return False
+        found = _TOLD_EVENT.findall(events)
+        lines, texts = b"".join([line for line, _ in found]), b"".join([text for _, text in found])
+        if len(lines) + len(texts) + len(found) * len(TOKENS_LINE) != len(events):
+            return False
+        self.progress.lines += lines
+        passed += texts
+        return True
 
     def _check_told(self) -> None:
         """Record that the worker does not report all tokens, if the event lacks a line."""

@@ -34,7 +34,8 @@ def with_tools(body: Mapping[str, Any]) -> dict[str, Any]:
         elif choice not in (None, "auto", "none"):
             problem = "'function_call' must be auto or none, or name a function."
             raise FieldError("function_call", problem)
-        modern["tool_choice"] = choice
+        if choice is not None:
+            modern["tool_choice"] = choice
     if isinstance(messages := body.get("messages"), list):
         modern["messages"] = _messages(messages)
     return modern

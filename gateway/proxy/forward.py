@@ -19,12 +19,12 @@ from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.http import upstream
 from gateway.http.downstream import JSON_HEADERS, KEEPALIVE, EventWriter, ResponseWriter
 from gateway.protocols.base import AnswerMalformed
-from gateway.protocols.engine_answer import EngineAnswer, FieldUnheld
+from gateway.protocols.engine_answer import CALLS, EngineAnswer, FieldUnheld
 from gateway.protocols.event_stream import AnswerProgress, StreamScanner
 from gateway.proxy.context import RequestContext
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.relay import KeepAlive, StreamRelay, log_calls
-from gateway.proxy.retry_budget import RetryBudget, RetryTurn
+from gateway.proxy.retry_budget import RetryBudget
 from gateway.strict_json import (
     Pieces,
     encode_body,
@@ -33,7 +33,7 @@ from gateway.strict_json import (
     size_of,
     with_fields,
 )
-from gateway.types import UNUSED
+from gateway.types import UNUSED, Json
 from paceline.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER
 from paceline.request.call_rules import read_call_rules
 from paceline.request.fields import CACHE_SALT
@@ -73,6 +73,7 @@ _SEED_BITS = 53
 _READ_MARGIN_S = 1.0
 # Far more than any answer has; a worker that never ends one must not fill the memory.
 _WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
+_CALLS = CALLS.encode()
 # Queued requests that workers check at a time.
 _MAX_CHECKS = 8
 
@@ -169,7 +170,7 @@ class Forwarder:
             async with self._check_slots:
                 if self._scheduler.queue_place(request) is None:
                     return
-                headers = worker.backend.headers(Told(candidate.lane))
+                headers = worker.backend.headers(Told(candidate.worker_id, candidate.lane))
                 path = WIRE_OF[context.profile.endpoint]
                 checked = await self._control.check(worker.report, path, context.encoded, headers)
             if checked is not None and checked[0] in CHECK_REFUSALS:
@@ -184,7 +185,7 @@ class Forwarder:
         Return a whole answer. After several failures, raise the first cause.
         """
         tried: frozenset[str] = frozenset()
-        turn: RetryTurn | None = None
+        turn: contextlib.ExitStack | None = None
         failed: errors.GatewayError | None = None
         earlier: errors.GatewayError | None = None
         try:
@@ -206,11 +207,15 @@ class Forwarder:
             raise _first_cause(last, earlier, begun=context.relayed) from None
         finally:
             if turn is not None:
-                turn.end()
+                turn.close()
             failed = earlier = None  # their tracebacks hold this frame, and so the body
 
     async def _attempt(
-        self, lease: Lease, context: RequestContext, writer: EventWriter, turn: RetryTurn | None
+        self,
+        lease: Lease,
+        context: RequestContext,
+        writer: EventWriter,
+        turn: contextlib.ExitStack | None,
     ) -> tuple[bytes | None, errors.GatewayError | None]:
         """Let one worker answer; return its whole answer, or the failure.
 
@@ -362,7 +367,11 @@ class Forwarder:
         context.progress = AnswerProgress() if continues else None
 
     async def _exchange(
-        self, lease: Lease, context: RequestContext, writer: EventWriter, turn: RetryTurn | None
+        self,
+        lease: Lease,
+        context: RequestContext,
+        writer: EventWriter,
+        turn: contextlib.ExitStack | None,
     ) -> bytes | None:
         """Send the request to one worker; return its whole answer, or relay its stream."""
         backend, fields = lease.state.backend, context.checked.body
@@ -387,7 +396,7 @@ class Forwarder:
             response.release()
 
     async def _respond(
-        self, lease: Lease, context: RequestContext, turn: RetryTurn | None
+        self, lease: Lease, context: RequestContext, turn: contextlib.ExitStack | None
     ) -> upstream.UpstreamConnection:
         """Send the request, once more if the connection was stale; return the response to it.
 
@@ -398,7 +407,7 @@ class Forwarder:
             body = await self._body_for(lease, context)
             if turn is not None:
                 read_s = lease.candidate.prefill_s + _READ_MARGIN_S
-                timer = asyncio.get_running_loop().call_later(read_s, turn.end)
+                timer = asyncio.get_running_loop().call_later(read_s, turn.close)
             return await self._send(lease, body, context)
         except upstream.StaleConnection:
             if not self.retries.allows(context.policy.retries):
@@ -410,7 +419,7 @@ class Forwarder:
                 raise errors.WorkerLost from error
         finally:
             if turn is not None:
-                turn.end()
+                turn.close()
             if timer is not None:
                 timer.cancel()
 
@@ -430,7 +439,14 @@ class Forwarder:
         if backend.sends_reports and asked_model != profile.model:
             headers[MODEL_HEADER] = quote(asked_model)
         scope, limit = self._scope_of(context) or "all", context.token_limit
-        told = Told(candidate.lane, context.prefix_keys, scope, limit, context.prefix_sources)
+        told = Told(
+            candidate.worker_id,
+            candidate.lane,
+            context.prefix_keys,
+            scope,
+            limit,
+            context.prefix_sources,
+        )
         headers |= backend.headers(told)
         url = lease.state.report.url + WIRE_OF[profile.endpoint]
         send = self.connections.send
@@ -467,11 +483,8 @@ class Forwarder:
             raise errors.WorkerFailed
         context.usage = backend.usage(answer) or context.usage
         context.drafts = backend.drafts(answer)
-        form = context.answer_form = self._answer_form(context, backend)
         try:
-            changed = form.read(answer, "message")
-            log_calls(context)
-            if changed:
+            if self._give_form(answer, body, context, backend):
                 body = b"".join(await run(size_bytes, encode_body, answer, size_bytes))
             encoded = context.wire_format.encode(context.routed, answer, body)
         except FieldUnheld as error:
@@ -479,6 +492,20 @@ class Forwarder:
         except AnswerMalformed as error:
             raise errors.WorkerFailed from error
         return await context.wire_format.finish() if context.wire_format.finishes else encoded
+
+    def _give_form(
+        self, answer: Json, body: bytes, context: RequestContext, backend: Engine
+    ) -> bool:
+        """Give a whole answer its form; return whether that changed it.
+
+        What a worker of ours writes has it, as in a stream, up to its calls.
+        """
+        if backend.sends_reports and _CALLS not in body:
+            return False
+        context.answer_form = self._answer_form(context, backend)
+        changed = context.answer_form.read(answer, "message")
+        log_calls(context)
+        return changed
 
     @staticmethod
     def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 
 from policies.sections import Retries
 
@@ -22,8 +23,8 @@ class RetryBudget:
         """Return whether requests may retry at all."""
         return self._most(retries) > 0
 
-    async def begin(self, retries: Retries) -> RetryTurn:
-        """Wait until one more request may retry, and count it until its turn ends.
+    async def begin(self, retries: Retries) -> ExitStack:
+        """Wait until one more request may retry, and count it until the result is closed.
 
         None is dropped for the budget: the deadline of the request bounds the wait.
         """
@@ -31,9 +32,11 @@ class RetryBudget:
         while self.retrying >= self._most(retries):
             await self._ended.wait()
         self.retrying += 1
-        return RetryTurn(self)
+        turn = ExitStack()
+        turn.callback(self._end)
+        return turn
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Stop counting a retry, and let waiting ones check again."""
         self.retrying -= 1
         ended, self._ended = self._ended, asyncio.Event()
@@ -41,16 +44,3 @@ class RetryBudget:
 
     def _most(self, retries: Retries) -> int:
         return max(retries.at_least, int(retries.share * self.active))
-
-
-class RetryTurn:
-    """A retry that counts until its end."""
-
-    def __init__(self, budget: RetryBudget) -> None:
-        self._budget: RetryBudget | None = budget
-
-    def end(self) -> None:
-        """Count the retry no more; do nothing if it has ended."""
-        budget, self._budget = self._budget, None
-        if budget is not None:
-            budget.end()

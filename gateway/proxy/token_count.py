@@ -62,7 +62,8 @@ class TokenCounter:
 
     async def _ask(self, worker: WorkerState, inspected: Inspected, body: Pieces) -> int:
         """Return the count of one worker; raise `ValueError` for an answer without one."""
-        headers = {"content-type": "application/json", **worker.backend.authorization}
+        authorization = worker.backend.authorization_of(worker.report.worker_id)
+        headers = {"content-type": "application/json", **authorization}
         url = worker.report.url + TOKENIZE_PATH
         send = functools.partial(self._connections.send, url, body, headers, lambda: None)
         try:

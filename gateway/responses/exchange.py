@@ -167,11 +167,6 @@ class ResponseExchange(ResponsesFormat):
         assert self.request is not None, "the request has not been read"
         return self.request
 
-    @property
-    def response(self) -> Json:
-        """Return the response as it is now."""
-        return self.builder.response
-
     async def open(self, body: Json, owner: str, hold: MemoryHold, size_bytes: int) -> None:
         """Read a parsed body of this size and its history; raise a `RequestRefused`.
 
@@ -193,7 +188,7 @@ class ResponseExchange(ResponsesFormat):
         """
         if not self.asked.background:
             return client
-        response = self.response
+        response = self.builder.response
         self.log = event_log = EventLog(
             self._service.gateway.timing.keepalive_s, self._hold.another(), cancel_scope.cancel
         )
@@ -214,7 +209,7 @@ class ResponseExchange(ResponsesFormat):
     async def finish(self) -> bytes:
         """Keep the response that is complete now; return the last bytes for the client."""
         if self.asked.store:
-            self.response["store"] = await self._keep(self.response)
+            self.builder.response["store"] = await self._keep(self.builder.response)
         if self.log is not None:
             self.log.cancel = None
         streams = self.log is not None or self.asked.body.get("stream")
@@ -258,7 +253,7 @@ class ResponseExchange(ResponsesFormat):
                 builder.response["output"].clear()
                 self._hold.release()
             if builder.response["status"] in ("failed", "cancelled"):
-                await self._keep(self.response)
+                await self._keep(builder.response)
         finally:
             self._cancel_scope = None
             event_log.close()

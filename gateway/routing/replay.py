@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
-from gateway.routing.prefix_keys import NO_KEYS
 from gateway.routing.score import Chance
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView
@@ -31,14 +30,13 @@ class RecentRequests:
 
     def add(self, request: RoutingRequest) -> None:
         """Add a request in place of the oldest one."""
-        profile = request.profile
-        if request.prefix.ends:  # what is cached changes the worker and not the pool
-            request = request._replace(prefix=NO_KEYS)
+        # Without the keys: what is cached changes the worker and not the pool.
+        policy, profile, attributes, allowed_pools, _ = request
         if profile.stop or profile.sampling.logit_bias:
             # No policy reads the long fields. With one bias the profile fits the same lanes.
             sampling = profile.sampling._replace(logit_bias=profile.sampling.logit_bias[:1])
-            request = request._replace(profile=profile._replace(stop=(), sampling=sampling))
-        self._requests.append(request)
+            profile = profile._replace(stop=(), sampling=sampling)
+        self._requests.append(RoutingRequest(policy, profile, attributes, allowed_pools))
 
     async def count_moves(
         self,

@@ -7,7 +7,6 @@ from math import log1p
 from typing import NamedTuple, Protocol, TypeVar
 
 from gateway.routing.view import CachedPrefix, CachedPrefixes, LaneGroup, LaneView
-from paceline.protocol import MTP_LANE
 from paceline.request.profile import RequestProfile
 from policies.sections import Pool
 
@@ -87,7 +86,7 @@ def rank(
         explored = _unproven(lanes, now_s, rng)
         first = first if explored is None else explored
     order = [first]
-    if not (first_only and is_capable(lanes[first])):
+    if not (first_only and lanes[first].capable):
         ranked = sorted([(score_s, rng.random(), at) for at, score_s in enumerate(scores_s)])
         order += [at for _, _, at in ranked if at != first]
     scored = []
@@ -96,11 +95,6 @@ def rank(
         prefill_s = tokens * lanes[at].prefill_token_s - saved_s
         scored.append(ScoredLane(lanes[at], scores_s[at], prefill_s, found, at == explored))
     return scored
-
-
-def is_capable(lane: LaneView) -> bool:
-    """Return whether a lane is usable as named: a speculative one can draft."""
-    return lane.can_draft or lane.report.name != MTP_LANE
 
 
 def _prompt_tokens(profile: RequestProfile, cached: CachedPrefixes) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gateway.routing.features import CHECKED, Feature, features_of
 from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
-from gateway.routing.score import Chance, ScoredLane, is_capable, rank
+from gateway.routing.score import Chance, ScoredLane, rank
 from gateway.routing.view import (
     NOTHING_CACHED,
     TAKES_ALL,
@@ -110,7 +110,7 @@ def decide(
     found: list[Candidate] = []
     last_resort: list[Candidate] = []
     complete = True
-    checked = False
+    checked = deferred = False
     needs = TAKES_ALL if fleet.takes_all else features_of(profile)
     lacking: list[frozenset[Feature]] = []
     for name in pools:
@@ -125,6 +125,9 @@ def decide(
             group, checked = _taking(group, needs)
         if not group.lanes:
             continue
+        if first_only and not any(lane.capable for lane in group.lanes):
+            deferred = True
+            continue
         ranked = rank(
             group,
             pool,
@@ -137,14 +140,17 @@ def decide(
         )
         complete = complete and len(ranked) == len(group.lanes)
         if checked:
-            ranked.sort(key=lambda one: not is_capable(one.lane))
+            ranked.sort(key=lambda one: not one.lane.capable)
         for scored in ranked:
-            capable = is_capable(scored.lane)
+            capable = scored.lane.capable
             candidate = _candidate(name, scored, bypass, spill=spill and capable)
             (found if capable and not checked else last_resort).append(candidate)
+    if deferred and not found:
+        return decide(request, fleet, now_s, rng, cached)
     if found and last_resort:
         last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
     candidates = (*found, *last_resort)
+    complete = complete and not deferred
     lacks = TAKES_ALL if candidates or not lacking else min(lacking, key=len)
     return Decision(route.name, bypass, candidates, spill_after_s, not pools, complete, lacks)
 

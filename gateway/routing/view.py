@@ -17,7 +17,7 @@ from gateway.routing.features import Feature
 from gateway.routing.load_cost import Throughput, load_cost_s
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
-from paceline.protocol import POOLING_LANES, LaneReport
+from paceline.protocol import MTP_LANE, POOLING_LANES, LaneReport
 from paceline.request.profile import GENERATING, Endpoint, Sampling
 
 TAKES_ALL: frozenset[Feature] = frozenset()
@@ -57,11 +57,10 @@ class LaneView:
     """Time at which the worker finishes the prefill of the prompts that it has."""
     answered_at_s: float = 0.0
     """Time of the last answer."""
-
-    @property
-    def can_draft(self) -> bool:
-        """Return whether it drafts, and its MTP head, if it has one, is healthy."""
-        return self.report.mtp_enabled and self.report.head_healthy
+    can_draft: bool = False
+    """Whether it drafts, and its MTP head, if it has one, is healthy."""
+    capable: bool = True
+    """Whether it does what its name says: a speculative one can draft."""
 
     @property
     def has_free_slot(self) -> bool:
@@ -131,6 +130,8 @@ class WorkerView:
         all_rows = sum(rows.values())
         for index, lane in enumerate(self.lanes):
             lane.report = report = reports[index % len(reports)]
+            lane.can_draft = report.mtp_enabled and report.head_healthy
+            lane.capable = lane.can_draft or report.name != MTP_LANE
             lane.in_flight = in_flight(report.name)
             lane.busy_rows = busy = rows[report.name]
             lane.load = busy / max(1, report.slots)

@@ -14,7 +14,7 @@ from paceline.request.fields import CACHE_SALT, CACHE_SALT_CHARS, Default, Field
 from paceline.request.parser import read_profile
 from paceline.request.pooling import ENCODINGS, INPUTS_LIMIT
 from paceline.request.profile import REASONING_EFFORTS, Endpoint
-from paceline.request.wires import HONOURED, IGNORED, WIRE_OF, neutral_values
+from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, WIRE_OF, Wire, neutral_values
 
 _TEXT = {"type": "string", "minLength": 1}
 
@@ -31,6 +31,13 @@ def _texts(limit: int) -> Mapping[str, Any]:
     }
 
 
+def _messages(*roles: str) -> Mapping[str, Any]:
+    content = {"type": ["string", "array", "null"]}
+    properties = {"role": {"enum": sorted(roles)}, "content": content}
+    message = {"type": "object", "required": ["role"], "properties": properties}
+    return {"type": "array", "minItems": 1, "items": message}
+
+
 _MINIMAL_BODIES: Mapping[Endpoint, Mapping[str, Any]] = {
     Endpoint.CHAT: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     Endpoint.COMPLETIONS: {"model": "m", "prompt": "x"},
@@ -39,18 +46,7 @@ _MINIMAL_BODIES: Mapping[Endpoint, Mapping[str, Any]] = {
 }
 """Minimal valid bodies."""
 _OUTLINES: Mapping[str, Any] = {
-    "messages": {
-        "type": "array",
-        "minItems": 1,
-        "items": {
-            "type": "object",
-            "required": ["role"],
-            "properties": {
-                "role": {"enum": sorted(ROLES)},
-                "content": {"type": ["string", "array", "null"]},
-            },
-        },
-    },
+    "messages": _messages(*ROLES),
     "prompt": _texts(PROMPTS_LIMIT),
     "input": _texts(INPUTS_LIMIT),
     "encoding_format": {"enum": [*ENCODINGS, None]},
@@ -92,11 +88,28 @@ _OUTLINES: Mapping[str, Any] = {
     "reasoning_effort": {"enum": [*REASONING_EFFORTS, None]},
     CACHE_SALT: {"type": ["string", "null"], "minLength": 1, "maxLength": CACHE_SALT_CHARS},
     "specprefill_keep_pct": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
+    "max_output_tokens": {"type": ["integer", "null"], "minimum": 1},
+    "instructions": {"type": ["string", "null"]},
+    "previous_response_id": {"type": ["string", "null"]},
+    "store": {"type": ["boolean", "null"]},
+    "system": {"type": ["string", "array", "null"]},
 }
+_OUTLINES_ON: Mapping[Wire, Mapping[str, Any]] = {
+    Wire.RESPONSES: {
+        "input": {"type": ["string", "array", "null"]},
+        "tools": {"type": ["array", "null"]},
+    },
+    Wire.MESSAGES: {
+        "messages": _messages("user", "assistant", "system"),
+        "tools": {"type": ["array", "null"]},
+    },
+}
+"""Those that differ on a wire."""
+_REQUIRED = {Wire.RESPONSES: ["model"]}
 
 
-def request_schema(endpoint: Endpoint) -> dict[str, Any]:
-    """Return the schema of a body for an endpoint."""
+def request_schema(wire: Wire) -> dict[str, Any]:
+    """Return the schema of a body; that of a wire which becomes a chat has the chat's bounds."""
     recorded: dict[str, Any] = {}
 
     def record(kind: str, name: str, low: float, high: float = Fields.LARGEST, **_: Any) -> None:
@@ -121,17 +134,16 @@ def request_schema(endpoint: Endpoint) -> dict[str, Any]:
             record("number", name, **bounds)
             return super().number(name, default, **bounds)
 
-    wire = WIRE_OF[endpoint]
+    endpoint = next((one for one in Endpoint if WIRE_OF[one] is wire), Endpoint.CHAT)
     read_profile(_MINIMAL_BODIES[endpoint], endpoint, access=RecordingFields)
-    properties = {
-        name: _OUTLINES.get(name, recorded.get(name, {})) for name in sorted(HONOURED[wire])
-    }
+    known = {**recorded, **_OUTLINES, **_OUTLINES_ON.get(wire, {})}
+    properties = {name: known.get(name, {}) for name in sorted(HONOURED[wire])}
     neutral = sorted(neutral_values(wire).items())
     ignored = {name: {"enum": [None, *values]} for name, values in neutral}
-    ignored |= {name: {} for name in sorted(IGNORED)}
+    ignored |= {name: {} for name in sorted(IGNORED | IGNORED_ON[wire])}
     return {
         "type": "object",
-        "required": list(_MINIMAL_BODIES[endpoint]),
+        "required": _REQUIRED.get(wire, [*_MINIMAL_BODIES[endpoint]]),
         "properties": ignored | properties,
         "additionalProperties": {"type": "null"},
     }

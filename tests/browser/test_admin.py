@@ -6,9 +6,11 @@ import shlex
 import pytest
 from playwright.async_api import Route, expect
 
+from paceline.pairing import read_code
 from policies.yaml_io import write_yaml
 from tests.support.browser_tab import BrowserTab
 from tests.support.heartbeats import send_heartbeats
+from tests.support.pairing import pair
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, begun, status_and_code
 from tests.support.scripted_worker import DONE, JOIN_TOKEN, Script
@@ -300,7 +302,13 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
 
     await page.route("**/admin/v1/workers", open_gateway)
     await tab.button("Add a Mac").click()
-    line = await dialog.locator("code").first.text_content() or ""
+    lines = await dialog.locator("pre code").all_text_contents()
+    assert lines[0] == "paceline join http://192.0.2.1:80"
+    await tab.button("Show a code").click()
+    code = dialog.locator("code.title")
+    await expect(code).to_have_text(re.compile("^[A-Z]{4}-[A-Z]{4}$"))
+    pair(gateway, read_code(await code.text_content() or ""), "mini")
+    line = lines[1]
     assert shlex.split(line.replace('"', "")) == [
         *("echo", "PACELINE_JOIN_TOKEN=$(cat", "/a b/it's)", "paceline", "worker"),
         *("--join", "http://192.0.2.1:80"),
@@ -324,6 +332,10 @@ async def test_a_new_mac_appears_and_a_cordoned_or_drained_one_finishes_its_answ
         assert not worker.requests
         await tab.button("Uncordon fake-a").click()
         await expect(card).to_contain_text("ready")
+    paired = page.get_by_role("article", name="mini")
+    await expect(paired).to_contain_text("Paired just now.")
+    await tab.button("Unpair mini").click()
+    await expect(paired).to_have_count(0)
     gateway.remove_worker(second_worker, restarting=True)
     lost = page.get_by_role("article", name="fake-b")
     await expect(lost).to_contain_text("Its last report arrived just now. Its process ended")

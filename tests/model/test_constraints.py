@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import re
 import threading
 from contextlib import suppress
@@ -392,6 +393,18 @@ async def test_c8_no_scope_gets_a_grammar_sooner_because_another_one_uses_it(
     for scope in ("red", "red", "blue", "red.salt", "red", "blue", None):
         await engine.grammars.matcher(schema({"const": "of red"}), scope=scope)
     assert len(compiled) == 4
+
+
+async def test_n1_no_process_outlives_a_constraint_that_takes_much_memory(engine: Engine) -> None:
+    """Its allocator would keep that, and the next constraint might take as much again."""
+    trial = engine.grammars._trial
+    assert trial is not None
+    chance = random.Random(7)
+    words = [f"{chance.getrandbits(40):x}" for _ in range(40_000)]
+    for value, ended in (("a", False), (words, True), ("b", False)):
+        source = trial.source(schema({"enum": [*value]}), None)
+        assert isinstance(source, str)
+        assert (trial._process is None) is ended
 
 
 def _doubled(rule: str, levels: int) -> str:

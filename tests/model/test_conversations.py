@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.request.profile import Sampling
+from tests.support.chat_bodies import assistant, user
 from tests.support.conversation_schedules import ConversationRunner
 from tests.support.engine_lane import RowEvents, run_until_idle
 from tests.support.reference_decoder import assert_equal_but_for_ties
@@ -25,14 +26,6 @@ LANES: dict[str, tuple[LaneName, dict[str, Any]]] = {
 }
 RED = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
 BLUE = Picture(width_px=64, height_px=64, rgb=bytes([30, 30, 220]) * 64 * 64)
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from paceline.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
+from tests.support.chat_bodies import assistant, user
 from tests.support.images import encode_image
 from tests.support.running_gateway import wait_until
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
@@ -122,14 +123,6 @@ async def begin(
     """Begin a conversation; return it with its next question, and the tokens that are held."""
     first = await ask(source, [user(content)], scope=scope, **fields)
     return [user(content), assistant(first.text), user("Go on.")], first.tokens
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
 
 
 def counts(engine: Engine) -> PrefixCounts:

@@ -106,9 +106,7 @@ def test_a_cut_call_has_the_same_pieces_at_each_wire(openai_client: OpenAI) -> N
     assert ended
 
 
-def test_the_model_calls_allowed_tools_alone_and_its_prompt_stays_the_same(
-    openai_client: OpenAI,
-) -> None:
+def test_the_model_calls_allowed_tools_alone_and_its_prompt_stays_the_same(openai_client) -> None:
     """The grammar lets it begin no call of another tool, however it samples."""
     stop = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
     prompts: set[int] = set()

@@ -63,6 +63,7 @@ def test_up_prints_a_command_that_asks_and_runs_unchanged(up: UpProcess) -> None
 def test_l9_c3_up_prints_only_the_place_of_its_secrets_into_a_pipe(up: UpProcess) -> None:
     """And that the demo is a toy model."""
     assert any("toy model" in text and "--model" in text for text in up.lines)
+    assert not any("Warning" in text for text in up.lines), "of a library"
     up.wait_for(rf"^Admin page: {up.url}/admin \(admin key: {up.state_dir}/admin-key\)$")
     for name in ("join-token", "admin-key"):
         assert (up.state_dir / name).read_text() not in "\n".join(up.lines)
@@ -113,7 +114,8 @@ def test_c3_a_newcomer_gets_a_link_creates_a_key_and_ends_all_with_ctrl_c(
     with running_up(tmp_path, terminal=True) as up:
         link = up.wait_for(r"^Admin page: (\S+)$")[1]
         assert link == f"{up.url}/admin#admin-key={(up.state_dir / 'admin-key').read_text()}"
-        key = json.loads(paceline("keys", "create", "Ann", "--json", beside=up))["secret"]
+        created = paceline("keys", "create", "Ann", "--yes", "--json", beside=up)
+        key = json.loads(created)["secret"]
         assert key.startswith("pk-")
         (worker,) = up.workers()
         body = text_body(up.model, LONG_TEXT, temperature=0, stream=True)

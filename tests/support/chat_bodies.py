@@ -20,6 +20,14 @@ WEATHER = {
 PICTURE = data_url(png_header(20, 10))
 
 
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **fields}
+
+
 def make_tool(parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
@@ -34,10 +42,10 @@ def nested_json(levels: int) -> Any:
 
 def read_chat(**fields: Any) -> RequestProfile:
     """Parse a minimal chat request with these additional fields."""
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    body = {"model": "m", "messages": [user("Hi")], **fields}
     return read_profile(body, Endpoint.CHAT)
 
 
 def read_content_parts(*parts: Any) -> RequestProfile:
     """Parse a chat request with a single message of these parts."""
-    return read_chat(messages=[{"role": "user", "content": list(parts)}])
+    return read_chat(messages=[user(list(parts))])

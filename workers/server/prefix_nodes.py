@@ -86,11 +86,11 @@ Head = TypeVar("Head", _OfferHead, _RunHead)
 
 
 class NodeKey:
-    """Codes that prove the knowledge of a join token."""
+    """Codes that prove the knowledge of a join token, or of the key that is derived from it."""
 
-    def __init__(self, token: SecretStr) -> None:
+    def __init__(self, token: SecretStr, key: bytes = b"") -> None:
         secret = token.get_secret_value().encode()
-        self._key = hmac.digest(secret, b"paceline prefix nodes", "sha256")
+        self._key = key or hmac.digest(secret, b"paceline prefix nodes", "sha256")
 
     def credentials(self, nonce: str, body: bytes) -> str:
         """Return the `authorization` of a question with this number and this body."""
@@ -194,10 +194,10 @@ class NodesResponse(WorkResponse):
 
 
 class PrefixPeers:
-    """The other workers of the join token; open it as a context."""
+    """The other workers of the fleet; open it as a context."""
 
-    def __init__(self, token: SecretStr) -> None:
-        self.key = NodeKey(token)
+    def __init__(self, token: SecretStr, key: bytes = b"") -> None:
+        self.key = NodeKey(token, key)
         self.client = httpx.AsyncClient(
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=2 * MAX_TRANSFERS, max_keepalive_connections=0),

@@ -38,12 +38,13 @@ async def serve(
     listener: socket.socket,
     *,
     token: SecretStr | None,
+    nodes_key: bytes = b"",
     shutdown: Shutdown,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serve until a shutdown is requested or the engine dies; return whether the engine is alive.
 
-    Raises `InvalidSettings` if the listener cannot listen.
+    `nodes_key` is that of a paired worker. Raises `InvalidSettings` if the listener cannot listen.
     """
     raise_open_file_limit()
     try:
@@ -54,7 +55,7 @@ async def serve(
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
     async with contextlib.AsyncExitStack() as stack:
-        peers = await stack.enter_async_context(PrefixPeers(token)) if token else None
+        peers = await stack.enter_async_context(PrefixPeers(token, nodes_key)) if token else None
         await stack.enter_async_context(Server(create_app(worker, token, peers)).on(listener))
         await stack.enter_async_context(awake_while(lambda: worker.traffic.in_flight))
         worker.changed.set()

@@ -45,7 +45,7 @@ from workers.server.engines import RunningEngine
 from workers.server.pictures import PictureMemory
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.settings import KvBits, WorkerSettings, prefix_cache_on_disk
+from workers.settings import KvBits, WorkerSettings, paired_nodes_key, prefix_cache_on_disk
 
 _START_INTERVAL_S = 0.2
 _print = functools.partial(print, flush=True)
@@ -261,7 +261,12 @@ async def _start_and_serve(
             )
             on_ready = functools.partial(announce, worker, source, settings.join)
             alive = await serve(
-                worker, listener, token=settings.token, shutdown=shutdown, on_ready=on_ready
+                worker,
+                listener,
+                token=settings.token,
+                nodes_key=paired_nodes_key(settings),
+                shutdown=shutdown,
+                on_ready=on_ready,
             )
     return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
 

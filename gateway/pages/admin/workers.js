@@ -39,7 +39,8 @@ async function refresh() {
 }
 
 function show(all) {
-  const here = all.filter(({ gone_because: why, cordoned_since: held }) => why !== "left" || held);
+  // A paired one that has not come yet, or for a day, is shown and not counted.
+  const here = all.filter(({ gone_because: why, cordoned_since: held, state }) => held || (why ? why !== "left" : state !== "gone"));
   const open = here.filter(({ state }) => state === "ready").length;
   showArrivals(all);
   const running = all.reduce((sum, worker) => sum + worker.in_flight, 0);
@@ -78,6 +79,7 @@ function card(worker) {
     worker.problem && make("p", { class: "cordon-line", role: "status" }, worker.problem),
     make("div", { class: "lanes" }, lanes.map(lane)),
     worker.cordoned_since && cordonLine(worker),
+    worker.paired_since && make("p", { class: "muted small" }, "Paired ", ago(worker.paired_since), worker.last_seen && [", last seen ", ago(worker.last_seen)], "."),
     make("div", { class: "row" }, actions(worker)),
   );
 }
@@ -101,7 +103,7 @@ function cordonLine({ in_flight, cordoned_since, cordoned_by }) {
   return make("p", { class: "cordon-line" }, "No new requests since ", ago(cordoned_since), `, by ${cordoned_by}. ${rest}`);
 }
 
-function actions({ worker_id: id, cordoned_since, gone_since, in_flight }) {
+function actions({ worker_id: id, cordoned_since, gone_since, in_flight, paired_since }) {
   const named = (action, text, act, settings = {}) =>
     button(text, () => perform(act), { "data-action": `${action} ${id}`, "aria-label": `${text} ${id}`, ...settings });
   if (draining.has(id)) return [named("stop", "Uncordon", () => uncordon(id)), make("span", { class: "muted small" }, "draining …")];
@@ -112,6 +114,7 @@ function actions({ worker_id: id, cordoned_since, gone_since, in_flight }) {
   return [
     named("toggle", "Cordon", () => cordon(id), { title: "No new requests; running requests finish" }),
     !gone_since && named("drain", "Drain", () => drain(id), { title: "Cordon, and wait until its requests have ended" }),
+    paired_since && named("unpair", "Unpair", () => unpair(id), { title: "Refuse its token, and remove it" }),
   ];
 }
 
@@ -148,8 +151,13 @@ async function addMac() {
   const token = `$(cat '${joining.token_file.replaceAll("'", `'\\''`)}')`;
   const news = make("p", { role: "status" }, "Waiting for a new worker …");
   arrivals = { known: undefined, news };
+  const shown = make("p", { role: "status" });
+  const show = button("Show a code", () => perform(() => showCode(shown)), { class: "primary" });
   const join = [
-    make("p", {}, "On the gateway\u2019s machine, print the command for the new Mac, with the join token. If PACELINE_JOIN_TOKEN sets the token, use it instead of the file:"),
+    make("p", {}, "On the new Mac, install Paceline for a worker, run this command, and enter the code. The code is valid for two minutes and one attempt."),
+    command("Copy the command that joins by a code", `paceline join ${gateway}${model(all)}`),
+    make("div", { class: "row" }, show, shown),
+    make("p", {}, "Without a code: on the gateway\u2019s machine, print the command for the new Mac, with the join token. If PACELINE_JOIN_TOKEN sets the token, use it instead of the file:"),
     command("Copy the command that prints the command", `echo "PACELINE_JOIN_TOKEN=${token} paceline worker --join ${gateway}${model(all)}"`),
     make("p", {}, "On the new Mac, install Paceline for a worker, and run the printed command (in a clone, with .venv/bin/paceline). Replace NAME, if the command has it, with the folder or the Hugging Face name of a model."),
   ];
@@ -169,6 +177,16 @@ async function addMac() {
   );
   dialog.addEventListener("close", () => (arrivals = undefined));
   refresh();
+}
+
+async function showCode(place) {
+  const { code } = await (await request("POST", "/pairing/code", { headers: authorHeader() })).json();
+  place.replaceChildren(make("code", { class: "title" }, `${code.slice(0, 4)}-${code.slice(4)}`));
+}
+
+async function unpair(id) {
+  await request("DELETE", `/pairing/workers/${encodeURIComponent(id)}`, { headers: authorHeader() });
+  notice(`${id} is no longer paired.`);
 }
 
 function command(label, text) {

@@ -43,27 +43,12 @@ _ERROR_TYPES = {
 }
 _OVERFLOW = re.compile(r"maximum context length is ([0-9]+) tokens.* resulted in ([0-9]+) tokens")
 _REASONING = b"thinking "
-_FIELDS = HONOURED[Wire.MESSAGES] | IGNORED_ON[Wire.MESSAGES]
-_OWN_FIELDS = _FIELDS.difference(HONOURED[Wire.CHAT], IGNORED, NEUTRAL)
+_OWN_FIELDS = (HONOURED[Wire.MESSAGES] | IGNORED_ON[Wire.MESSAGES]).difference(
+    HONOURED[Wire.CHAT], IGNORED, NEUTRAL
+)
 _OWN_CHOICES = ("auto", "any", "tool", "none")
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-_MESSAGE = object_schema(
-    "role content",
-    strict=False,
-    role={"enum": ["user", "assistant", "system"]},
-    content=["string", "array"],
-)
-SCHEMA = object_schema(
-    "model messages",
-    *_FIELDS.union(IGNORED, NEUTRAL),
-    model={"type": "string", "minLength": 1},
-    max_tokens={"type": ["integer", "null"], "minimum": 1},
-    stream=["boolean", "null"],
-    system=["string", "array", "null"],
-    messages={"type": "array", "minItems": 1, "items": _MESSAGE},
-)
-"""The JSON Schema of a body; `to_chat` checks the rest."""
 _ERROR = object_schema("type message", strict=False, type="string", message="string")
 ERROR_SCHEMA = object_schema("type error", strict=False, type={"const": "error"}, error=_ERROR) | {
     "description": "Anthropic's shape."

@@ -343,6 +343,13 @@ def _text(block: Mapping[str, Any], name: str, at: str) -> str:
     return value
 
 
+def _flag(given: Mapping[str, Any], name: str, at: str) -> bool:
+    value = given.get(name)
+    if not isinstance(value, bool | None):  # the text "false" would count as true
+        raise _wrong(f"{at}.{name}", "It must be true or false.")
+    return bool(value)
+
+
 def _tools_of(
     body: Mapping[str, Any], history: _History
 ) -> tuple[Json, list[str], tuple[str, ...]]:
@@ -366,7 +373,7 @@ def _tools_of(
             continue
         check_keys("MESSAGES tools", tool, history.inside, at)
         name = tool["name"]
-        available = history.available.get(name, not tool.get("defer_loading"))
+        available = history.available.get(name, not _flag(tool, "defer_loading", at))
         if not available and name != chosen_name:
             continue
         function: Json = {"name": name, "parameters": tool.get("input_schema") or {}}
@@ -394,8 +401,9 @@ def _choice_of(choice: Any, names: Set[str]) -> Json:
             chosen = "required" if kind == "any" else kind
         case _:
             raise _wrong("tool_choice.type", "It must be auto, any, tool or none.")
-    single = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
-    return {"tool_choice": chosen, **single} if names else {}
+    single = _flag(choice, "disable_parallel_tool_use", "tool_choice")
+    one_call = {"parallel_tool_calls": False} if single else {}
+    return {"tool_choice": chosen, **one_call} if names else {}
 
 
 def _named(tools: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -414,7 +422,10 @@ def _reasoning_of(body: Mapping[str, Any], inside: Inside) -> Json:
     check_keys("MESSAGES thinking", thinking, inside)
     effort = output.get("effort")
     default = body.get(_EFFORT) or "high"
-    hidden: Json = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
+    display = thinking.get("display")
+    if display not in (None, "summarized", "omitted", "updates"):
+        raise _wrong("thinking.display", "It must be summarized, omitted or updates.")
+    hidden: Json = {"include_reasoning": False} if display == "omitted" else {}
     match thinking.get("type"):
         case None:
             return {} if effort is None else {_EFFORT: effort}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gateway import errors
-from gateway.protocols.base import choice_of, encode_events, object_in, object_schema
+from gateway.protocols.base import choice_of, encode_events, object_in
 from gateway.protocols.documents import pdfs_in
 from gateway.protocols.openai import InspectionContext
 from gateway.protocols.responses.request import (
@@ -26,26 +26,11 @@ from gateway.routing.select import RoutingRequest
 from gateway.strict_json import encode_json
 from gateway.types import Header, Inspected, Json
 from paceline.request.fields import FieldError
-from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, NEUTRAL, Wire
 
 RESPONSES_PATH = "/v1/responses"
 DONE = b"data: [DONE]\n\n"
 """The end of a stream in Open Responses; OpenAI's lacks it, but its clients accept it."""
 _REASONING = b"reasoning"
-
-SCHEMA = object_schema(
-    "model",
-    *HONOURED[Wire.RESPONSES].union(IGNORED, IGNORED_ON[Wire.RESPONSES], NEUTRAL),
-    model={"type": "string", "minLength": 1},
-    input=["string", "array", "null"],
-    instructions=["string", "null"],
-    max_output_tokens={"type": ["integer", "null"], "minimum": 1},
-    previous_response_id=["string", "null"],
-    store=["boolean", "null"],
-    stream=["boolean", "null"],
-    tools=["array", "null"],
-)
-"""The JSON Schema of a body; `read_request` and `to_chat` check the rest."""
 
 
 class ResponsesFormat(TranslatingFormat):

@@ -29,7 +29,7 @@ from paceline.request.fields import FieldError
 from paceline.request.parser import read_profile
 from paceline.request.profile import Endpoint
 from paceline.request.schema import request_schema
-from paceline.request.wires import HONOURED, IGNORED, NEUTRAL, WIRE_OF, Wire
+from paceline.request.wires import HONOURED, IGNORED, IGNORED_ON, NEUTRAL, Wire
 from tests.support.gateway_fixtures import MakeGateway
 from tests.support.gateway_routes import PAGE, PUBLIC, route_paths
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
@@ -97,7 +97,7 @@ FIELDS = st.dictionaries(
     st.none() | st.booleans() | st.integers(-5, 40) | st.floats(-3, 3) | st.text(max_size=3),
     max_size=2,
 )
-CHAT_SCHEMA = validator_for(request_schema(Endpoint.CHAT))
+CHAT_SCHEMA = validator_for(request_schema(Wire.CHAT))
 
 
 @given(fields=FIELDS)
@@ -111,17 +111,19 @@ def test_the_schema_accepts_every_body_that_the_parser_accepts(fields: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "name", "high"),
+    ("wire", "name", "high"),
     [
-        (Endpoint.CHAT, "n", 16),
-        (Endpoint.COMPLETIONS, "n", 16),
-        (Endpoint.EMBEDDINGS, "dimensions", 65_536),
-        (Endpoint.RERANK, "top_n", 2**31 - 1),
+        (Wire.CHAT, "n", 16),
+        (Wire.COMPLETIONS, "n", 16),
+        (Wire.EMBEDDINGS, "dimensions", 65_536),
+        (Wire.RERANK, "top_n", 2**31 - 1),
+        (Wire.RESPONSES, "max_tool_calls", 2**31 - 1),
+        (Wire.MESSAGES, "max_tokens", 2**31 - 1),
     ],
 )
-def test_the_schema_of_a_body_lists_every_field_and_its_bounds(endpoint, name, high) -> None:
-    schema = request_schema(endpoint)
-    assert set(schema["properties"]) == HONOURED[WIRE_OF[endpoint]] | IGNORED | NEUTRAL.keys()
+def test_the_schema_of_a_body_lists_every_field_and_its_bounds(wire, name, high) -> None:
+    schema = request_schema(wire)
+    assert set(schema["properties"]) == HONOURED[wire].union(IGNORED, IGNORED_ON[wire], NEUTRAL)
     bounds = {"minimum": 1, "maximum": high}
     assert schema["properties"][name] == {"type": ["integer", "null"], **bounds}
     valid = validator_for(schema).is_valid

@@ -307,9 +307,7 @@ async def test_recent_usage_is_that_of_the_last_minute_and_of_the_last_hour() ->
     assert "early" not in {key for key, _ in hour}
 
 
-def test_a_key_sees_its_recent_usage_and_an_admin_that_of_all(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker
-) -> None:
+def test_a_key_sees_its_recent_usage_and_an_admin_that_of_all(gateway_with_worker, worker) -> None:
     gateway = gateway_with_worker
     gateway.chat()
     (row,) = gateway.client.get("/v1/usage").json()["keys"]

@@ -84,7 +84,7 @@ def test_a_pipe_asks_and_gets_the_answer_alone(gateway_with_worker, worker, tmp_
     with PacelineFork(
         ["ask", "--url", gateway_with_worker.url], **PIPES, env=process_environment(tmp_path)
     ) as process:
-        assert process.communicate("Say a word.\n") == ("Yes\n", "")
+        assert process.communicate("Say a word.\n") == ("one two three\n", "")
     assert process.returncode == 0
     assert worker.requests[0].body["messages"][-1]["content"] == "Say a word.\n"
 

@@ -20,7 +20,7 @@ def test_keys_are_created_listed_used_reported_and_revoked(
     url = ("--url", gateway_with_worker.url)
     limits = ("--limit", "requests_a_minute=30", "--limit", "tokens_a_day=5000")
     terms = ("--team", "lab", "--model", "demo", *limits, "--expires-in", "30d")
-    assert main(["keys", "create", "Ann", *terms, *url]) == 0
+    assert main(["keys", "create", "Ann", "--yes", *terms, *url]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert "shown only this once" in printed[0]
     secret, key_id = printed[-1], printed[0].split()[1]
@@ -52,9 +52,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_the_first_key_needs_a_confirmation_on_a_terminal(
-    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_key_needs_a_confirmation_on_a_terminal(gateway, capsys, monkeypatch) -> None:
     create = ["keys", "create", "Ann", "--url", gateway.url]
     warning = "All clients need a key from now on; this cannot be undone."
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
@@ -72,10 +70,17 @@ def test_the_first_key_needs_a_confirmation_on_a_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_without_a_terminal_the_first_key_is_created_at_once(
-    gateway: RunningGateway, capsys: pytest.CaptureFixture[str]
+def test_without_a_terminal_the_first_key_needs_consent_in_the_command(
+    gateway: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["keys", "create", "Ann", "--url", gateway.url]) == 0
+    create = ["keys", "create", "Ann", "--url", gateway.url]
+    for typed in ("", "y\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        with pytest.raises(SystemExit, match="no key was created; without a terminal, --yes "):
+            main(create)
+    assert gateway.admin.get("/admin/v1/keys").json() == {"keys": [], "required": False}
+    capsys.readouterr()
+    assert main([*create, "--yes"]) == 0
     warning = "This is the first key. All clients need a key from now on; this cannot be undone.\n"
     assert capsys.readouterr().err == warning
 
@@ -216,9 +221,9 @@ def test_a_rejection_is_one_message_with_the_field(module_gateway, monkeypatch, 
     monkeypatch.setenv("PACELINE_ADMIN_KEY", module_gateway.admin_key)
     url = ("--url", module_gateway.url)
     with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):
-        main(["keys", "create", "Ann", "--pool", "vml", *url])
+        main(["keys", "create", "Ann", "--yes", "--pool", "vml", *url])
     with pytest.raises(SystemExit, match="refused: tokens_a_week: "):
-        main(["keys", "create", "Ann", "--limit", "tokens_a_week=5", *url])
+        main(["keys", "create", "Ann", "--yes", "--limit", "tokens_a_week=5", *url])
     with pytest.raises(SystemExit, match="The key 'key-x' does not exist"):
         main(["keys", "revoke", "key-x", *url])
     with pytest.raises(SystemExit):

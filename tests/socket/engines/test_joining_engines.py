@@ -81,6 +81,18 @@ def test_a_joined_engine_outlives_the_gateway(tmp_path: Path) -> None:
             assert engine.generated()[-1]["model"] == "tiny"
 
 
+def test_c15_an_engine_whose_record_is_damaged_is_told_and_joined_again(tmp_path: Path) -> None:
+    damaged = '{"engines": {"mac": {"worker": {}}, "other": {"worker": {}}}}'
+    (tmp_path / "state.json").write_text(damaged)
+    with recorded_engine("omlx") as engine, RunningGateway(make_settings(tmp_path)) as gateway:
+        assert gateway.status()["store"]["record_problem"].startswith(
+            "This gateway cannot use what is stored as engines mac, engines other."
+        )
+        assert gateway.admin.post(PATH, json={"url": engine.url, "id": "mac"}).status_code == 201
+        assert gateway.admin.delete(f"{PATH}/other").status_code == 204
+        assert gateway.status()["store"]["state"] == "ok"
+
+
 def test_gateways_that_share_redis_share_joined_engines(make_cluster_gateway) -> None:
     one, other = make_cluster_gateway(), make_cluster_gateway()
     with recorded_engine("omlx") as engine:

@@ -174,6 +174,8 @@ def test_c15_an_unreadable_cordon_stops_no_start_and_no_edit(
         told = "This gateway cannot use what is stored as cordons x. Its log says why."
         assert gateway.client.get("/readyz").text == f"ready, degraded: {told}\n"
         assert gateway.status()["store"]["record_problem"] == told
+        assert uncordon(gateway, "x").status_code == 204
+        assert gateway.client.get("/readyz").text == "ready\n"
     skipped = [text for text in log_capture.texts if text.startswith("record.skipped")]
     assert skipped == [
         "record.skipped kind=cordons name='fake-a' why=until: unknown field",

@@ -9,6 +9,7 @@ import httpx
 import yaml
 
 from policies.document import DEFAULT_FILE
+from tests.support.chat_bodies import user
 from tests.support.running_gateway import (
     RunningGateway,
     make_settings,
@@ -21,10 +22,6 @@ from tests.support.scripted_worker import Script, ScriptedWorker, both_lanes
 
 def waiting(gateway: RunningGateway, pool: str) -> int:
     return gateway.status()["pools"][pool]["waiting"]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
 
 
 def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> RunningGateway:

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.config.static_workers import StaticWorker
 from paceline.request.constraint import read_constraint
-from tests.support.gateway_fixtures import MakeGateway, Served
+from tests.support.gateway_fixtures import Served
 from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import Script, ScriptedWorker
 
@@ -234,9 +234,7 @@ def test_other_wires_take_the_fields_of_engines_as_a_chat_does(shared: Served, p
         ),
     ],
 )
-def test_an_error_names_a_field_as_the_client_spells_it(
-    shared: Served, path: str, fields: dict[str, Any], param: str
-) -> None:
+def test_an_error_names_a_field_as_the_client_spells_it(shared, path, fields, param) -> None:
     answer = shared.gateway.client.post(path, json={**OTHER_WIRES[path], **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -345,9 +343,7 @@ def test_only_a_last_message_of_the_assistant_can_be_marked(module_gateway) -> N
                 assert path_of_mark.format(place, name) in refused.text, (path, messages)
 
 
-def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(
-    make_gateway: MakeGateway, worker: ScriptedWorker
-) -> None:
+def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(make_gateway, worker) -> None:
     entry = StaticWorker(id="mac", kind="mlx-lm", url=worker.url, models=("demo",))
     gateway = make_gateway(workers=(entry,))
     for path, body in {"/v1/chat/completions": chat_body(), **OTHER_WIRES}.items():

@@ -151,9 +151,7 @@ def test_f26_each_end_of_a_request_gives_its_memory_back(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_f26_a_client_that_leaves_gives_its_memory_back(
-    small: RunningGateway, worker: ScriptedWorker, *, stream: bool
-) -> None:
+def test_f26_a_client_that_leaves_gives_its_memory_back(small, worker, *, stream) -> None:
     worker.script = Script(hang=True)
     with raw_client(small) as client:
         client.send_chat(stream=stream)

@@ -108,9 +108,9 @@ async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_
     exchange = await respond(service, *["word " * 200] * 40)
     *_, error, failed = events_of(exchange)
     assert (error["code"], failed["type"]) == ("response_too_large", "response.failed")
-    assert exchange.response["status"] == "failed"
+    assert exchange.builder.response["status"] == "failed"
     kept = service.kept(MemoryBudget().hold("ann"))
-    record = await kept.get("Response", "ann", exchange.response["id"])
+    record = await kept.get("Response", "ann", exchange.builder.response["id"])
     assert record["response"]["status"] == "failed"
     exchange = await respond(service, "word " * 1600)
     assert events_of(exchange)[-1]["type"] == "response.completed"
@@ -122,7 +122,7 @@ async def test_a_response_beyond_the_limit_of_its_events_fails_unless_it_is_its_
 async def test_the_oldest_responses_are_forgotten_beyond_the_limits(service, chars, held) -> None:
     ended = [await respond(service, "x" * chars) for _ in range(5)]
     logs = [one.log for one in ended if one.log is not None]
-    known = [service.background("ann", one.response["id"]) is not None for one in ended]
+    known = [service.background("ann", one.builder.response["id"]) is not None for one in ended]
     assert known == [False] * (5 - held) + [True] * held
     sizes = [log.size_bytes for log in logs]
     assert sum(sizes[-held:]) <= LIMITS["ENDED_LIMIT_BYTES"]

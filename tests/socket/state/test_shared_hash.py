@@ -37,9 +37,7 @@ async def test_a_write_replaces_no_text_that_the_gateway_has_not_read(two_gatewa
     assert first.values == second.values == {"x": "11", "y": "20", "z": "3"}
 
 
-async def test_a_fold_is_in_the_own_copy_at_once_and_in_others_after_a_read(
-    two_gateways: Pair,
-) -> None:
+async def test_a_fold_is_in_the_own_copy_at_once_and_in_others_after_a_read(two_gateways) -> None:
     first, second = two_gateways
     assert await fold(first, "x", "1")
     assert first.values == {"y": "2", "sum": "1"}

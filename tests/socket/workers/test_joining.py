@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from pydantic import SecretStr
+from tenacity import AsyncRetrying, RetryCallState
 
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from paceline.protocol import PROTOCOL, ExitCode
@@ -16,7 +17,14 @@ from tests.support.http_server import Request, ServerConnection
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.worker_process import run_worker
-from workers.heartbeat import NotAdmitted, wait_for_gateway
+from workers.heartbeat import (
+    LONGEST_RETRY_S,
+    HeartbeatRejected,
+    NotAdmitted,
+    PairingEnded,
+    _next_attempt_s,
+    wait_for_gateway,
+)
 
 TOKEN = SecretStr(JOIN_TOKEN)
 URL = "http://192.0.2.7:9200"
@@ -131,3 +139,13 @@ def test_a_worker_process_that_is_not_admitted_ends_before_it_loads_its_model(ga
     assert ended.returncode == ExitCode.NOT_ADMITTED
     assert ended.stderr.startswith(f"paceline worker: The gateway at {gateway.url} ")
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_worker_whose_pairing_has_ended_tries_again_once_a_minute() -> None:
+    state = RetryCallState(AsyncRetrying(), None, (), {})
+    for error, least_s, most_s in (
+        (PairingEnded("ended"), 60.0, 60.0),
+        (HeartbeatRejected("other"), 0.0, LONGEST_RETRY_S),
+    ):
+        state.set_exception((type(error), error, None))
+        assert least_s <= _next_attempt_s(state) <= most_s

@@ -251,9 +251,7 @@ def test_only_strict_tools_are_a_constraint() -> None:
 
 
 @pytest.mark.parametrize("style", [RECORDS, FUNCTION_TAGS])
-def test_a_grammar_lets_the_model_call_allowed_tools_alone(
-    tokenizer: LLTokenizer, style: str
-) -> None:
+def test_a_grammar_lets_the_model_call_allowed_tools_alone(tokenizer, style) -> None:
     functions = [one["function"]["name"] for one in BODY["tools"]]
 
     def only(*names: str) -> Any:

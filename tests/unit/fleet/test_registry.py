@@ -266,9 +266,7 @@ def test_an_answer_to_a_call_back_ends_an_ejection_for_failed_connections(fleet:
     assert fleet.ids == ["a"], "it ends no ejection for failed requests"
 
 
-def test_an_id_that_another_worker_asks_for_is_told_once_and_for_ten_minutes(
-    fleet: Fleet, caplog
-) -> None:
+def test_an_id_that_another_worker_asks_for_is_told_once_and_for_ten_minutes(fleet, caplog) -> None:
     fleet.heartbeat(report())
     (worker,) = fleet.workers()
     for _ in range(3):
@@ -295,9 +293,7 @@ def test_a_report_of_another_boot_changes_nothing(fleet: Fleet) -> None:
     assert fleet.ids == ["mac"]
 
 
-def test_a_view_is_taken_anew_if_other_workers_are_available_and_else_updated(
-    fleet: Fleet,
-) -> None:
+def test_a_view_is_taken_anew_if_other_workers_are_available_and_else_updated(fleet) -> None:
     fleet.heartbeat(report())
     first = fleet.view()
     fleet.clock.advance(0.001)

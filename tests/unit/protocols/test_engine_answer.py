@@ -240,9 +240,7 @@ def test_a_call_in_the_form_of_2023_is_one_like_others(name: str) -> None:
 
 @pytest.mark.parametrize("reason", ["length", "content_filter"])
 @pytest.mark.parametrize("arguments", ["", '{"k', None])
-def test_a_cut_call_has_the_arguments_that_came_and_none_without_a_name(
-    reason: str, arguments: str | None
-) -> None:
+def test_a_cut_call_has_the_arguments_that_came_and_none_without_a_name(reason, arguments) -> None:
     last = piece(1, "b", "" if arguments is None else "g", arguments or "")
     calls = [piece(0, "a", "f", '{"k":1}'), last]
     answer = whole(*calls, reason=reason)

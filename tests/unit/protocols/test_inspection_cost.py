@@ -14,6 +14,7 @@ from gateway.routing.prefix_keys import PrefixHasher
 from gateway.routing.view import FleetView
 from gateway.types import Caller
 from policies.document import PolicyDocument
+from tests.support.chat_bodies import user
 from tests.support.images import data_url, png_header
 from tests.support.policies import single_pool_policy
 
@@ -34,10 +35,6 @@ def responses() -> WireFormat:
 
 def messages() -> WireFormat:
     return MessagesFormat(Sealer(b"secret"))
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def called(index: int) -> list[dict[str, Any]]:

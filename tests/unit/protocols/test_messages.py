@@ -20,6 +20,7 @@ from gateway.protocols.messages.response import MessageEncoder, message_of
 from gateway.protocols.sealing import Sealer
 from gateway.strict_json import encode_json
 from paceline.request.fields import FieldError
+from tests.support.chat_bodies import user
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
@@ -43,6 +44,7 @@ def is_ours(reasoning: str, signature: str) -> bool:
 CALL = {"type": "tool_use", "id": "call00001", "name": "look", "input": {"at": "a"}}
 LOOK = {"name": "look", "input_schema": {"type": "object"}}
 WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+SINGLE = {"type": "auto", "disable_parallel_tool_use": "no"}
 SEARCH = {"type": "tool", "name": "web_search"}
 LINE = "x-anthropic-billing-header: cch=1a2b"
 USAGE = {
@@ -81,10 +83,6 @@ def result(content: Any, index: int = 1) -> dict[str, Any]:
 
 def image(picture: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": picture}}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def events(*frames: dict[str, Any]) -> list[dict[str, Any]]:
@@ -359,6 +357,9 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [WEB_SEARCH, LOOK], "tool_choice": SEARCH}, "tool_choice.name"),
         ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [LOOK], "tool_choice": SINGLE}, "tool_choice.disable_parallel_tool_use"),
+        ({"tools": [{**LOOK, "defer_loading": "no"}]}, "tools.0.defer_loading"),
+        ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking.display"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"n": 2}, "n"),

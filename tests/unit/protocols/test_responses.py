@@ -18,6 +18,7 @@ from gateway.protocols.sealing import Sealer
 from gateway.routing.view import FleetView
 from paceline.request.fields import FieldError
 from policies.document import PolicyDocument
+from tests.support.chat_bodies import user
 from tests.support.chat_frames import call_delta, chat_chunk, named_events
 from tests.support.images import data_url, png_header
 from tests.support.json_values import with_odd_values
@@ -94,10 +95,6 @@ def wire(*items: Any, **fields: Any) -> ResponsesFormat:
 def chat(*items: Any, **fields: Any) -> dict[str, Any]:
     """Return the chat for a request with these items."""
     return dict(wire(*items, **fields).inspect({}, CONTEXT).body)
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def whole(exchange: ResponsesFormat, message: dict[str, Any], reason: str = "stop") -> Any:

@@ -17,11 +17,11 @@ async def test_a_fifth_of_the_active_requests_or_three_retry_at_once_and_the_oth
         await asyncio.sleep(0)
         assert not any(task.done() for task in waiting)
         assert budget.delayed == 3
-        turns[0].end()
+        turns[0].close()
         done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         assert (len(done), budget.retrying) == (1, at_once)
         for turn in (*turns, *(task.result() for task in done)):
-            turn.end()
+            turn.close()
         await asyncio.gather(*waiting)
 
 
@@ -32,8 +32,8 @@ async def test_a_waiting_retry_that_is_cancelled_takes_no_turn() -> None:
     waiting = [asyncio.create_task(budget.begin(one)) for _ in range(2)]
     await asyncio.sleep(0)
     waiting[0].cancel()
-    turn.end()
-    (await waiting[1]).end()
+    turn.close()
+    (await waiting[1]).close()
     assert waiting[0].cancelled()
     assert budget.retrying == 0
 
@@ -42,9 +42,9 @@ async def test_a_turn_ends_once_and_a_policy_may_allow_none() -> None:
     budget = RetryBudget()
     one, other = await budget.begin(Retries()), await budget.begin(Retries())
     for _ in range(2):
-        one.end()
+        one.close()
     assert budget.retrying == 1
-    other.end()
+    other.close()
     assert budget.retrying == 0
     budget.active = 100
     assert budget.allows(Retries(share=0.1, at_least=0))

@@ -12,6 +12,7 @@ from gateway.routing.prefix_keys import MAX_PROMPT_ENDS, NO_KEYS, PrefixHasher, 
 from gateway.types import Caller, Inspected
 from paceline.request.profile import Endpoint, RequestProfile
 from policies.sections import PrefixPolicy
+from tests.support.chat_bodies import assistant, user
 from tests.support.images import data_url
 from tests.support.prefix_claims import RULES
 
@@ -36,14 +37,6 @@ def keys(
 
 def system(text: str = LONG) -> dict[str, Any]:
     return {"role": "system", "content": text}
-
-
-def user(text: Any) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: Any, **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **fields}
 
 
 def tool(text: str) -> dict[str, Any]:

@@ -90,6 +90,9 @@ def test_the_reason_names_why_no_lane_speculates(changes: dict[str, Any], reason
     text_only = view_of("mac", text_lane)
     assert first_choice(GREEDY, text_only) == ("text-mtp", "mac", reason), "it serves all the same"
     assert first_choice(GREEDY, text_only, worker_view("b")) == ("text-mtp", "b", "eligible")
+    brief, only = (decided(GREEDY, one, first_only=True) for one in (both, text_only))
+    assert (pools_of(brief), brief.complete) == (["vlm"], False), "it is ranked if it is needed"
+    assert (pools_of(only), only.complete) == (["text-mtp"], True)
 
 
 def test_the_reason_is_mtp_not_paying_where_drafts_do_not_pay_at_the_batch_size() -> None:

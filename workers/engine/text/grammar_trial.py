@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from time import process_time
 from typing import Any, Final, NamedTuple
 
@@ -40,12 +41,13 @@ STACK_BYTES: Final = 256 << 20
 _CPU_S: Final = 3
 _WALL_S: Final = 20.0
 _MEMORY_BYTES: Final = 96 << 20
+_KEPT_BYTES: Final = 24 << 20
+"""A process that has grown by more ends: an allocator keeps the most that was ever in use."""
 _FORCED_BYTES: Final = 128 * 1024
 """More than any text that a constraint may contain; nobody forces more than that."""
 _CHECK_S: Final = 0.01
 _FIND_S: Final = 1.0
 """CPU time in which the place of a fault is looked for."""
-_PEAK_UNIT: Final = 1 if sys.platform == "darwin" else 1024
 
 _COMPLEX = "It is too complex."
 UNSATISFIABLE = "No answer can satisfy the constraint."
@@ -112,10 +114,11 @@ class ConstraintTrial:
             logger.warning("grammar.trial_failed", exc_info=error)
         finally:
             timer.cancel()
+        if answer.pop("spent", True):
+            self.close()
         if "source" in answer:
             return str(answer["source"])
         if not answer:
-            self.close()
             logger.warning("grammar.trial_ended code=%s", process.wait())
         return Refusal(**{"reason": _COMPLEX, "function": function, **answer})
 
@@ -150,6 +153,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = Vocabulary(*json.loads(sys.stdin.buffer.readline())).load()
     threading.stack_size(STACK_BYTES)
+    began_bytes = _peak_bytes()
     for line in sys.stdin.buffer:
         kind, value, call_marks = json.loads(line)
         constraint = Constraint(ConstraintKind(kind), value, "")
@@ -157,13 +161,12 @@ def main() -> None:
         trial = threading.Thread(target=_try, args=(constraint, tokenizer, call_marks, answer))
         _, hard_s = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(process_time()) + _CPU_S, hard_s))
-        limit_bytes = _peak_bytes() + _MEMORY_BYTES
         trial.start()
         while trial.is_alive():
             trial.join(_CHECK_S)
-            if _peak_bytes() > limit_bytes:
+            if _peak_bytes() > began_bytes + _MEMORY_BYTES:
                 os._exit(os.EX_UNAVAILABLE)
-        _write(answer)
+        _write({**answer, "spent": _peak_bytes() > began_bytes + _KEPT_BYTES})
 
 
 def _write(answer: dict[str, Any]) -> None:
@@ -241,7 +244,11 @@ def _fault(matcher: LLMatcher) -> str:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # On Linux that begins with what the worker has, of which this process was a copy.
+    status = Path("/proc/self/status").read_bytes()
+    return int(status.partition(b"VmHWM:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":

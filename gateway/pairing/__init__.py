@@ -1,0 +1,1 @@
+"""Workers found by themselves and paired by a code: announcement, codes, and paired workers."""
