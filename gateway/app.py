@@ -34,7 +34,7 @@ from gateway.api import (
 )
 from gateway.api.auth import client_format, of_anthropic
 from gateway.assembly import LOOP_CHECK_S, TIMING, Gateway, Timing, build_gateway
-from gateway.auth.origins import Hosts, cors_headers, is_preflight, preflight_headers
+from gateway.auth.origins import Hosts, cors_headers, preflight_headers
 from gateway.config.settings import Settings
 from gateway.http.downstream import (
     ClientDisconnected,
@@ -120,8 +120,8 @@ class GatewayApp(PortApp):
             request = dict(scope["headers"])
             cors = cors_headers(request, self._origins)
             response_writer(scope).add_headers(cors)
-            if cors and is_preflight(scope["method"], request):
-                await response_writer(scope).whole(204, preflight_headers(request), b"")
+            if cors and (preflight := preflight_headers(scope["method"], request)):
+                await response_writer(scope).whole(204, preflight, b"")
                 return
         # The raw path, which no header can change (CVE-2026-48710).
         path = scope["path"]

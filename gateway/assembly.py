@@ -136,7 +136,6 @@ class Gateway:
         self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
         self._build_fleet(PacelineWorker(join_token))
         self.paired_workers = PairedWorkers(records, secret, self.fleet, self.paceline, wall)
-        self.pairing_codes = PairingCodes(redis, self.sealer, self.paired_workers, clock)
         self._build_accounts()
         if redis is None:
             self.counters: CounterStore = MemoryCounters(self.accounting.take_pending)
@@ -152,6 +151,8 @@ class Gateway:
         else:
             self.expiring_records = SharedExpiringRecords(redis, self.sealer)
             self._join_cluster(redis, join_token)
+        ticks = clock if redis is None else wall  # gateways have only the second one in common
+        self.pairing_codes = PairingCodes(self.expiring_records, self.paired_workers, ticks)
         read_within_s = 2 * timing.refresh_s + 0.2  # even if one read is late
         self.cordons = Cordons(records, self.fleet, self.control, wall, read_within_s)
         callers, salt = self.api_keys.callers_since, self.prefix_hasher.cache_salt

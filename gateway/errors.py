@@ -199,9 +199,7 @@ class NotAllowedHere(RequestRefused, status=403, kind="permission_error", code="
 
 
 class PairingRefused(NotAllowedHere, code="pairing_refused"):
-    """The worker does not know the pairing code, which has ended."""
-
-    message = "The pairing code is wrong and no longer valid. Ask an admin for a new one."
+    """No pairing code is valid for this worker; the message says why."""
 
 
 class PageRefused(NotAllowedHere):
@@ -309,12 +307,6 @@ class WorkerIdTaken(RequestRefused, status=409, code="worker_id_taken"):
     message = "Another live worker has this id. Start this worker with another id."
 
 
-class PairingClosed(RequestRefused, status=409, code="pairing_closed"):
-    """No pairing code is valid now, or the exchange has ended."""
-
-    message = "No pairing code is valid now. Ask an admin for a new one."
-
-
 class EngineListed(RequestRefused, status=409, code="engine_in_settings"):
     """An engine of the settings cannot be changed at run time."""
 
@@ -392,13 +384,6 @@ class EditUnconditional(RequestRefused, status=428, code="precondition_required"
         "overwrite another edit."
     )
     param = "if-match"
-
-
-class PairingTooSoon(RequestRefused, status=429, code="pairing_too_soon"):
-    """The last exchange of this address did not succeed less than a minute ago."""
-
-    message = "The last pairing from this address failed. Try again in a minute, with a new code."
-    retry_after_s = 60.0
 
 
 class LimitReached(RequestRefused, status=429, kind="rate_limit_error"):

@@ -5,8 +5,6 @@ copies, no other request continues. So a body has bounds on values that are slow
 large one is parsed and encoded piece by piece, into pieces that are never joined.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from typing import Any
@@ -50,7 +48,6 @@ _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]..")
 _SURROGATE = b"\\ud"
 _ESCAPE_BYTES = 6
 _UTF8_BYTES = 4
-
 Pieces = tuple[bytes, ...]
 """A body, which is sent without one copy of all of it."""
 

@@ -482,9 +482,6 @@ class _BufferedTransport(asyncio.Transport):
     def get_extra_info(self, name: str, default: object = None) -> Any:
         return self._transport.get_extra_info(name, default)
 
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        self._transport.set_protocol(protocol)
-
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         if self.closing_since_s is not None:
             return

@@ -198,10 +198,6 @@ class Limits(Section):
     request_timeout_s: float | None = Field(default=None, gt=0)
     """The time from the complete request to the last byte of the answer; then 504."""
 
-    def request_time_s(self, most_s: float) -> float:
-        """Return the time that a request may take, at most `most_s`."""
-        return most_s if self.request_timeout_s is None else min(self.request_timeout_s, most_s)
-
 
 class MediaRules(Section):
     """Bounds of the media in one request."""

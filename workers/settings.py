@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from paceline.addresses import WILDCARDS, is_loopback
 from paceline.names import Label
-from paceline.pairing import stored_pairing
+from paceline.pairing import stored_pairings
 from paceline.private_files import check_private, make_private
 from paceline.protocol import MAX_LABELS
 from workers.engine.types import LaneName, WeightType
@@ -118,6 +118,8 @@ class WorkerSettings(BaseSettings):
     """Tokens from which a prompt is long."""
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
     """Share of a long prompt that is read."""
+    nodes_key: str = ""
+    """Of a paired worker: by which it exchanges nodes of the prefix cache."""
     state_dir: Path = Field(Path(_STATE_DIR), validation_alias="PACELINE_STATE_DIR")
     group: Path | None = None
     """Host file of the machines that serve the model together (default: none)."""
@@ -136,10 +138,14 @@ class WorkerSettings(BaseSettings):
             return given
         state_dir = given.get("PACELINE_STATE_DIR") or given.get("state_dir") or _STATE_DIR
         try:
-            kept = stored_pairing(Path(state_dir), url.rstrip("/"), str(given.get("id") or ""))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"the pairings in {state_dir} cannot be used: {error}") from None
-        return given if kept is None else {**given, "id": kept.worker_id, "token": kept.token}
+            kept = stored_pairings(Path(state_dir))
+        except (OSError, ValueError):
+            raise ValueError(f"the pairings in {state_dir} cannot be used") from None
+        for one in kept:
+            if one.gateway_url == url.rstrip("/") and given.get("id") in (None, "", one.worker_id):
+                pair = {"id": one.worker_id, "token": one.token, "nodes_key": one.nodes_key}
+                return {**given, **pair}
+        return given
 
     @field_validator("lanes", "labels", mode="before")
     @classmethod
@@ -211,13 +217,6 @@ class WorkerSettings(BaseSettings):
     def follows_route(self) -> bool:
         """Whether gateways get the address that faces them, since the owner has set none."""
         return bool(self.join) and self.listening_host in WILDCARDS
-
-
-def paired_nodes_key(settings: WorkerSettings) -> bytes:
-    """Return the key of nodes of the prefix cache that the pairing gave; empty without one."""
-    kept = stored_pairing(settings.state_dir, settings.join, settings.id) if settings.join else None
-    own = kept and settings.token and kept.token == settings.token.get_secret_value()
-    return bytes.fromhex(kept.nodes_key) if kept and own else b""
 
 
 def prefix_cache_on_disk(settings: WorkerSettings) -> tuple[Path | None, bytes]:

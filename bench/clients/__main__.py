@@ -7,8 +7,6 @@ ones on that page. A client has an empty environment and a home of its own; once
 `unshare -n sh -c "ip link set lo up; ..."` shows that none needs a network.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Agents for coding as commands: their settings, and runs of them, for their programs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ module needs the standard library alone. The program passes its cases to `case`,
 prints a line of JSON for each case.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -17,8 +17,6 @@ path, and prints one JSON object a line: `case`, `works` and `result`; `cases.py
 programs in Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -75,7 +73,7 @@ class Client:
         return ", ".join((*self.python_packages, *self.npm_packages))
 
     @classmethod
-    def read(cls, program: Path) -> Client:
+    def read(cls, program: Path) -> "Client":
         found = _HEAD.search(program.read_text())
         lines = found[1].splitlines() if found else []
         head = tomllib.loads("\n".join(re.sub(r"^(?:#|//) ?", "", line) for line in lines))

@@ -1,7 +1,5 @@
 """An MCP server on standard input and output, with one tool that an agent has to search for."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -9,8 +9,6 @@ included. One is here: `JsonSchemaResponseFormat` lets a schema be null alone, s
 repeats its request passes "a schema for the text".
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 pydantic belongs to the environment of the client.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, Field

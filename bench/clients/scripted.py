@@ -7,8 +7,6 @@ Behind `PLAY:`, lines such as `PLAY Read {"file_path": "a.png"}` name the calls 
 that asks for a summary of its conversation gets one with the lines that are left.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ Each turn is a process of its own that continues the session. The programs have 
 of their own, and so run where the project is installed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import urllib.request

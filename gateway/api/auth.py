@@ -1,7 +1,8 @@
 """Access to routes: the key check and the body limit in front of each router, and who edits.
 
 API keys, the admin key and the join token are three kinds. The admin key opens the routes of API
-keys too; no other one opens the routes of another kind.
+keys too; no other one opens the routes of another kind. The token of a paired worker opens the
+routes of its id.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DATA_KEY, ADMIN_KEY, JOIN_TOKEN, _NO_KEY = "dataKey", "adminKey", "joinToken", "
 _SCHEMES = {
     DATA_KEY: "An API key, or the admin key.",
     ADMIN_KEY: "The admin key: `PACELINE_ADMIN_KEY`, or else a key in the state folder.",
-    JOIN_TOKEN: "The token that workers need to join, or the token of a paired worker.",
+    JOIN_TOKEN: "The token that workers need to join, or that of one paired worker.",
 }
 _ANTHROPIC = b"anthropic-"
 _BODY_LIMIT_BYTES = 256 * 1024
@@ -181,13 +182,11 @@ def _check_secret(request: Request, gateway: Gateway, scheme: str) -> None:
     settings, admin = gateway.settings, scheme == ADMIN_KEY
     authorization = header(request.scope, b"authorization")
     worker_id, paired = request.path_params.get("worker_id", ""), gateway.paired_workers
-    if not admin and paired.authenticates(worker_id, authorization):
-        return
-    secret = settings.admin_key if admin else settings.join_token
-    if not matches_secret(authorization, secret):
+    if matches_secret(authorization, settings.admin_key if admin else settings.join_token):
+        if not admin and worker_id in paired.by_worker:
+            raise WorkerIdTaken  # the gateways would call it by the token of the paired one
+    elif admin or not paired.authenticates(worker_id, authorization):
         raise AdminKeyRefused if admin else KeyRefused
-    if not admin and worker_id in paired.by_worker:
-        raise WorkerIdTaken  # the gateways would call it by the token of the paired one
 
 
 async def _api_key(request: Request) -> Any:

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import Path, Request
+from fastapi import Request
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, admin_router, open_router
 from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.errors import (
     PageRefused,
-    PairingClosed,
     PairingRefused,
-    PairingTooSoon,
     TooManyWorkers,
     WorkerUnknown,
 )
 from gateway.proxy.client import peer_address
-from paceline.pairing import (
-    CODE_VALID_S,
-    PAIRING_PATH,
-    PairingAnswer,
-    PairingProof,
-    PairingRequest,
-    SealedMembership,
-)
+from paceline.pairing import CODE_VALID_S, PAIRING_PATH, Key, PairingAnswer, PairingRequest
 
 exchanges = open_router(PAIRING_PATH)
 router = admin_router(PAIRING_PATH)
-_EXCHANGE = (PageRefused, PairingClosed, PairingRefused, *WITH_BODY, *STORED)
+_EXCHANGE = failures(PageRefused, PairingRefused, TooManyWorkers, *WITH_BODY, *STORED)
 
 
 class PairingCode(TypedDict):
@@ -37,6 +26,12 @@ class PairingCode(TypedDict):
 
     code: str
     valid_s: float
+
+
+class SealedPairing(TypedDict):
+    """The record of a paired worker, for the worker only."""
+
+    sealed: str
 
 
 @router.post("/code", status_code=201, responses=failures(*FOR_ADMINS, *STORED))
@@ -55,17 +50,13 @@ async def unpair(worker_id: str, author: Author, gateway: CurrentGateway) -> Non
     await gateway.paired_workers.remove(worker_id, author)
 
 
-@exchanges.post("/exchanges", responses=failures(*_EXCHANGE, PairingTooSoon))
+@exchanges.post("/exchange", responses=_EXCHANGE)
 async def begin(begun: PairingRequest, request: Request, gateway: CurrentGateway) -> PairingAnswer:
     """Answer the first message of a worker that pairs; the code ends."""
     return await gateway.pairing_codes.begin(begun, peer_address(request.scope))
 
 
-@exchanges.put("/exchanges/{exchange}", responses=failures(*_EXCHANGE, TooManyWorkers))
-async def finish(
-    exchange: Annotated[str, Path(pattern="^[0-9a-f]{32}$")],
-    proof: PairingProof,
-    gateway: CurrentGateway,
-) -> SealedMembership:
+@exchanges.put("/exchange/{proof}", responses=_EXCHANGE)
+async def finish(proof: Key, gateway: CurrentGateway) -> SealedPairing:
     """Give a worker that has proved the code its token, sealed."""
-    return await gateway.pairing_codes.finish(exchange, proof)
+    return {"sealed": await gateway.pairing_codes.finish(proof)}

@@ -55,9 +55,7 @@ def comes_from_foreign_page(headers: Sequence[Header], allowed: Container[str] =
     origins are not foreign.
     """
     sent = {name: value for name, value in headers if name in _BROWSER_HEADERS}
-    if not sent:
-        return False
-    if sent.get(b"origin", b"").decode("latin-1") in allowed:
+    if not sent or sent.get(b"origin", b"").decode("latin-1") in allowed:
         return False
     if b"origin" in sent:
         host = next((value for name, value in headers if name == b"host"), b"")
@@ -78,16 +76,13 @@ def cors_headers(request: Mapping[bytes, bytes], allowed: Container[str]) -> Hea
     ]
 
 
-def is_preflight(method: str, request: Mapping[bytes, bytes]) -> bool:
-    """Return whether a browser asks if a page may send a request."""
-    return method == "OPTIONS" and b"access-control-request-method" in request
-
-
-def preflight_headers(request: Mapping[bytes, bytes]) -> Headers:
-    """Return the headers that let a page of an allowed origin send its request.
+def preflight_headers(method: str, request: Mapping[bytes, bytes]) -> Headers:
+    """Return the headers that let a page send its request, if its browser asks; else none.
 
     It may send any headers: no header that a page can set opens anything without a key.
     """
+    if method != "OPTIONS" or b"access-control-request-method" not in request:
+        return []
     headers = [
         (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
         (b"access-control-max-age", b"600"),

@@ -154,10 +154,10 @@ class Gateway:
     def _key(self) -> tuple[str, str]:
         """Return the key and where it comes from: on this machine, the admin key if none is set.
 
-        No other machine gets the stored admin key.
+        No other machine gets the stored admin key, and no gateway gets a key without a variable.
         """
         secret = os.environ.get(self.key_variable, "")
-        if secret or not is_own(self._address()[0]):
+        if secret or not self.key_variable or not is_own(self._address()[0]):
             return secret, self.key_variable
         if self.key_variable == _ADMIN_KEY:
             return self._stored_admin_key()

@@ -188,11 +188,7 @@ _GROUPS = {
 
 
 def _add(
-    path: str,
-    text: str,
-    *params: click.Parameter,
-    run: Callable[..., int] | None = None,
-    context_settings: Mapping[str, Any] | None = None,
+    path: str, text: str, *params: click.Parameter, run: Callable[..., int] | None = None
 ) -> None:
     """Add a command; without `run` it runs the function of its name in the module of its group."""
     group, _, name = path.rpartition(" ")
@@ -202,10 +198,7 @@ def _add(
     if group:
         within = _GROUPS[group]
         paceline.add_command(within)
-    settings = {**(context_settings or {})}
-    within.add_command(
-        Command(name, callback=run, help=text, params=[*params], context_settings=settings)
-    )
+    within.add_command(Command(name, callback=run, help=text, params=[*params]))
 
 
 def _read_settings(given: Mapping[str, str | None]) -> Settings:
@@ -382,25 +375,23 @@ _add(
 )
 
 _WORKER = _argument("worker", "The id that `paceline workers list` shows.", "WORKER")
+_JOIN = """Join a gateway with this machine, and serve.
+
+Without an address, the command lists the gateways that announce themselves on the local network. It
+asks for the code that `paceline workers pair` or the Workers page of the gateway shows. Options of
+`paceline worker` can follow."""
+_ADDRESS = "Like http://192.168.1.10:8000, then options of the worker."
+_ID = _option("--id worker_id", "Name of the worker (default: that of this machine).", "ID")
 _add(
     "join",
-    "Join a gateway with this machine, and serve.\n\nWithout an address, the command lists the "
-    "gateways that announce themselves on the local network. It asks for the code of "
-    "`paceline workers pair` or of the gateway's Workers page. Options of `paceline worker` can "
-    "follow.",
-    _argument(
-        "arguments",
-        "Like http://192.168.1.10:8000, then options of the worker.",
-        "[ADDRESS] [OPTIONS]",
-        nargs=-1,
-        type=click.UNPROCESSED,
-    ),
-    _option("--id worker_id", "Name of the worker (default: that of this machine).", "ID"),
-    context_settings={"ignore_unknown_options": True},
+    _JOIN,
+    _argument("arguments", _ADDRESS, "[ADDRESS] [OPTIONS]", nargs=-1, type=click.UNPROCESSED),
+    _ID,
 )
+paceline.commands["join"].context_settings = {"ignore_unknown_options": True}
 _add("workers list", "List the workers, and who has cordoned them.", _URL, _AS_JSON)
-_add("workers pair", "Show a code that lets another Mac join within two minutes.", _URL)
-_add("workers unpair", "End the pairing of a worker, and refuse its token.", _WORKER, _URL)
+_add("workers pair", "Show a code with which another Mac joins, within two minutes.", _URL)
+_add("workers unpair", "End the pairing of a worker: its token opens nothing.", _WORKER, _URL)
 _add("workers cordon", "Stop new requests to a worker; running ones continue.", _WORKER, _URL)
 _add("workers uncordon", "Resume requests to a worker.", _WORKER, _URL)
 _add(

@@ -51,9 +51,9 @@ Admin page: {admin_page}
 
 """
 _JOIN = """\
-To join another Mac, run `paceline join` there with the code that this command shows:
+To join another Mac, run `paceline join` there and enter the code that this command shows:
     {command} workers pair{at}
-or, with the join token:
+Or run there, with the join token,
     PACELINE_JOIN_TOKEN={token} {command} worker --join {address} --model NAME"""
 _OPEN_UNKEYED = """\
 Only this machine can use it so far. To use more Macs:

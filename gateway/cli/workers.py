@@ -100,5 +100,5 @@ def _state(worker: Mapping[str, Any]) -> str:
         words.append(f"by {worker['cordoned_by']} since {local_time(worker['cordoned_since'])}")
     if "paired_since" in worker:
         seen = f", last seen {local_time(worker['last_seen'])}" if "last_seen" in worker else ""
-        words.append(f"paired since {local_time(worker['paired_since'])}{seen}")
+        words.append(f"(paired since {local_time(worker['paired_since'])}{seen})")
     return " ".join(filter(None, words))

@@ -138,11 +138,9 @@ class ReportClient:
             if age_s < ABSENCE_LIMIT_S and self._fleet.get(report.worker_id) is None
             if self._fleet.absence(report.worker_id) is None
         ]
-        record, asked = (
-            self._fleet.probe_succeeded,
-            [one for one in unknown if one[1] < _ASK_WITHIN_S],
-        )
-        await asyncio.gather(*(self._record(one, record, logging.DEBUG) for one, _ in asked))
+        record = self._fleet.probe_succeeded
+        asked = [report for report, age_s in unknown if age_s < _ASK_WITHIN_S]
+        await asyncio.gather(*(self._record(one, record, logging.DEBUG) for one in asked))
         for report, age_s in unknown:
             if not is_local(report) and self._fleet.get(report.worker_id) is None:
                 self._fleet.add_absence(report, "silent", age_s)

@@ -83,7 +83,7 @@ class WorkerState:
         self.models, by_model = self.backend.models(report)
         tells_system = report.system_inside is not None
         of_worker = report.ready, report.draining, report.labels, tells_system
-        lanes = [lane.name for lane in report.lanes]
+        lanes = [(lane.name, lane.mtp_enabled, lane.head_healthy) for lane in report.lanes]
         eligibility = (*of_worker, lanes, self.models, by_model)
         if eligibility != self.eligibility:
             self.eligibility = eligibility

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -29,6 +29,9 @@ from paceline.http import certificate_authorities
 from paceline.protocol import TOKENS_HEADER
 
 log = logging.getLogger(__name__)
+
+_Address = tuple[str, int, bool]
+"""Host and port of a worker, and whether it speaks TLS."""
 
 Sink = Callable[[bytes], bool]
 """Takes a piece of a body, and returns whether more is wanted; one of chunks takes an HTTP chunk
@@ -76,14 +79,6 @@ class ReadTimeout(ConnectionLost):
 
 class StaleConnection(errors.WorkerLost):
     """An idle connection broke at the write of a request, before any byte of a response."""
-
-
-class _Address(NamedTuple):
-    """The address of a worker."""
-
-    host: str
-    port: int
-    tls: bool
 
 
 class ConnectionPool:
@@ -143,6 +138,7 @@ class ConnectionPool:
 
     async def _connect(self, address: _Address) -> UpstreamConnection:
         """Open a connection; raise `WorkerUnreachable`."""
+        host, port, tls = address
 
         def keep(connection: UpstreamConnection) -> None:
             self._idle[address].append((self._loop.time(), connection))
@@ -151,9 +147,9 @@ class ConnectionPool:
             async with asyncio.timeout(self._connect_timeout_s):
                 transport, connection = await self._loop.create_connection(
                     lambda: UpstreamConnection(self._loop, keep, self._wait_for_turn),
-                    address.host,
-                    address.port,
-                    ssl=certificate_authorities() if address.tls else None,
+                    host,
+                    port,
+                    ssl=certificate_authorities() if tls else None,
                 )
         except OSError as error:  # a timeout is one
             if error.errno in _OUT_OF_FILES:
@@ -604,10 +600,10 @@ def retry_after_s(value: str | None, now_s: float) -> float:
 def _parse_url(url: str) -> tuple[_Address, str]:
     """Return the address of a URL, and the first two lines of a head."""
     parts = urlsplit(url)
-    tls = parts.scheme == "https"
-    address = _Address(parts.hostname or "", parts.port or (443 if tls else 80), tls)
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    return address, f"POST {parts.path} HTTP/1.1\r\nhost: {host}:{address.port}"
+    tls, host = parts.scheme == "https", parts.hostname or ""
+    port = parts.port or (443 if tls else 80)
+    shown = f"[{host}]" if ":" in host else host
+    return (host, port, tls), f"POST {parts.path} HTTP/1.1\r\nhost: {shown}:{port}"
 
 
 def _encode_head(begin: str, headers: Mapping[str, str], body_bytes: int) -> bytes:

@@ -29,7 +29,7 @@ from gateway.errors import (
 from gateway.fleet.registry import WorkerRegistry
 from gateway.state.counters import MAX_WORKERS
 from gateway.state.records import RecordReader, Records, RecordTable, as_model
-from paceline.pairing import TOKEN_PREFIX, Membership
+from paceline.pairing import TOKEN_PREFIX, Pairing
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class PairedWorkers:
         """Read the stored pairings, and apply the changes of other gateways."""
         await self._table.refresh()
 
-    async def add(self, name: str, address: str) -> Membership:
+    async def add(self, name: str, address: str) -> Pairing:
         """Pair a worker: under this id, or one like it while a live worker has this one."""
         await self.refresh()
         if len(self.by_worker) >= MAX_WORKERS:
@@ -98,7 +98,7 @@ class PairedWorkers:
         paired = PairedWorker(since=self._now(), address=address, number=secrets.token_hex(16))
         await self._table.replace(worker_id, paired.model_dump_json())
         log.info("worker.paired worker=%s address=%s", worker_id, address)
-        return Membership(
+        return Pairing(
             worker_id=worker_id,
             token=self._token(worker_id, paired),
             nodes_key=hmac.digest(self._secret, b"paceline prefix nodes", "sha256").hex(),

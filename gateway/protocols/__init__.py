@@ -1,7 +1,5 @@
 """Wire formats: one module each; `openai` has the format that the others change."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from gateway.protocols.cohere import COHERE_RERANK

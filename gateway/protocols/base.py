@@ -1,7 +1,5 @@
 """The common part of wire formats: reading answers, naming fields, encoding streams."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

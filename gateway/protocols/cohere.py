@@ -3,8 +3,6 @@
 https://docs.cohere.com/reference/rerank. Cohere cuts documents that are too long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +20,6 @@ from paceline.request.wires import Wire, unknown
 
 _DEFAULTS = {"max_tokens_per_doc": 4096, "return_documents": False}
 """Cohere's; workers have others."""
-
 SCHEMA = object_schema(
     "model query documents",
     "priority",

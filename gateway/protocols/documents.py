@@ -3,8 +3,6 @@
 Another module reads the PDFs before translation, because a pure function cannot wait.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

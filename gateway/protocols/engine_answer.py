@@ -7,8 +7,6 @@ calls that the request does not admit are left out, as if the engine had not mad
 reasoning has both of its names; and the reason of the end is one that clients know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,7 +85,7 @@ class EngineAnswer:
         """Return how many calls were left out."""
         return sum(len(calls.calls) - calls.kept for calls in self._calls.values())
 
-    def _calls_of(self, choice: Mapping[str, Any], place: int) -> _Calls:
+    def _calls_of(self, choice: Mapping[str, Any], place: int) -> "_Calls":
         index = choice.get("index")
         number = index if type(index) is int else place
         if number not in self._calls:
@@ -96,7 +94,7 @@ class EngineAnswer:
             self._calls[number] = _Calls(f"call_{self._stem}{number:x}", self._rules)
         return self._calls[number]
 
-    def _end(self, choice: Json, calls: _Calls, reason: str) -> bool:
+    def _end(self, choice: Json, calls: "_Calls", reason: str) -> bool:
         """Set the reason of the end by the answer's content; return whether it changed."""
         if reason in ("stop", CALLS):
             reason = CALLS if calls.kept else "stop"

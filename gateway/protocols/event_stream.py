@@ -4,8 +4,6 @@ A scanner splits the stream into events and parses those that may carry such fac
 `StreamEncoder` encodes them for the client. Text events pass unparsed if the encoder allows it.
 """
 
-from __future__ import annotations
-
 import re
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Mapping
@@ -22,12 +20,10 @@ from gateway.types import Drafts, Header, Usage
 from paceline.protocol import MAX_DRAFT_TOKENS, MORE_LINE, TOKENS_LINE, header_value
 
 EVENT_LIMIT_BYTES = 1024 * 1024
-
 # Two line ends in a row close an event. Atomic, so that one \r\n is never taken for two ends.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _TOLD_EVENT = re.compile(TOKENS_LINE + rb"([^\n]*\n)(data:[^\n]*\n\n)")
-
 _KEYS = ("finish_reason", "usage", "metrics", "error")
 _DONE = b"[DONE]"
 _CALLS = CALLS.encode()
@@ -91,7 +87,7 @@ class StreamScanner:
         self,
         encoder: StreamEncoder,
         keep_alive: Callable[[bytes], bytes],
-        reader: AnswerReader | None = None,
+        reader: "AnswerReader | None" = None,
         *,
         answer: EngineAnswer | None = None,
         calls: Callable[[], EngineAnswer] | None = None,
@@ -114,6 +110,7 @@ class StreamScanner:
         self._limit_bytes = limit_bytes
         self._pending = b""
         self._searched = 0  # bytes of `_pending` in which no event can end
+        self._kept_alive = False
 
     @property
     def quiet(self) -> bool:
@@ -130,24 +127,20 @@ class StreamScanner:
 
     def feed(self, chunk: bytes) -> bytes:
         """Scan bytes and return those for the client; none once the stream is broken."""
-        told = together = self.progress is not None
-        if not told and chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
+        alone = self.progress is None and chunk.endswith(b"\n\n") and not self._pending
+        if alone and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
+        self._kept_alive = False
         data = self._pending + chunk
-        passed = bytearray()
+        passed, together = bytearray(), True
         start, search_from = 0, self._searched
         while end := _event_end(data, search_from):
-            if told:
-                self._read_told(data[start:end], passed)
-            else:
-                self._read(data[start:end], passed)
+            read = self._read if self.progress is None else self._read_told
+            read(data[start:end], passed)
             start = end
             if together and (plain := self._plain_up_to(data, start)):
                 together = self._read_together(data[start:plain], passed)
                 start = plain if together else start
-            elif not told and (plain := self._plain_up_to(data, start)):
-                passed += data[start:plain]
-                start = plain
             search_from = start
         self._pending = data[start:]
         self._searched = max(0, len(self._pending) - 3)
@@ -196,8 +189,8 @@ class StreamScanner:
             end = event.find(b"\n") + 1
             self._line, event = event[len(TOKENS_LINE) : end], event[end:]
         elif b"data:" not in event:
-            if event.startswith(b":") and not self.state.done:
-                passed += self._keep_alive(event)
+            if not self.state.done:
+                passed += self._pause(event)
             return
         group, self._group = (*self._group, event), []
         for one in group:
@@ -207,12 +200,14 @@ class StreamScanner:
             self.progress.lines += line
 
     def _read_together(self, events: bytes, passed: bytearray) -> bool:
-        """Read text events with a line each, many in one call; return whether they are such."""
-        if self.progress is None or self._group:
-            return False
+        """Pass text events on, all in one call, if each has a line or none needs it; else not."""
+        if self.progress is None:
+            passed += events
+            return True
         found = _TOLD_EVENT.findall(events)
         lines, texts = b"".join([line for line, _ in found]), b"".join([text for _, text in found])
-        if len(lines) + len(texts) + len(found) * len(TOKENS_LINE) != len(events):
+        size = len(lines) + len(texts) + len(found) * len(TOKENS_LINE)
+        if self._group or size != len(events):
             return False
         self.progress.lines += lines
         passed += texts
@@ -237,8 +232,7 @@ class StreamScanner:
         elif len(event) > self._limit_bytes:
             self._exceed()
         elif not (text := _data_of(event)):
-            if event.startswith(b":"):
-                passed += self._keep_alive(event)
+            passed += self._pause(event)
         elif text == _DONE:
             if state.finished:
                 state.done = True
@@ -299,6 +293,16 @@ class StreamScanner:
             return self._break(f"an event has no usable {error}")
         self._passthrough &= not answer.renames
         return b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n" if changed else event
+
+    def _pause(self, event: bytes) -> bytes:
+        """Return the client's bytes for an event without data.
+
+        What a format adds to a comment may be a whole response: once for all that came together.
+        """
+        if not event.startswith(b":"):
+            return b""
+        first, self._kept_alive = not self._kept_alive, True
+        return self._keep_alive(event) if first else event
 
     def _exceed(self) -> None:
         self.state.too_large = True

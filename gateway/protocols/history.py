@@ -5,8 +5,6 @@ good. Such a part becomes a line of words in its place, and the response names i
 parts of the user in this turn are refused: they are `new`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -18,7 +16,8 @@ from paceline.request.fields import FieldError
 
 _KIND_CHARS = 100
 _PICTURES_STEP = 8
-_BETWEEN_TEXTS = "\n\n"
+BETWEEN_TEXTS = "\n\n"
+"""Between merged texts, so that none runs into the next."""
 _SAFE = "._-[]"
 
 
@@ -44,7 +43,7 @@ def last_turn(roles: Sequence[Any]) -> int:
 
 def texts_of(placed: Sequence[tuple[str, Json]]) -> str:
     """Return the text of the parts of a chat, each with its place."""
-    return _BETWEEN_TEXTS.join(part["text"] for _, part in placed if part["type"] == "text")
+    return BETWEEN_TEXTS.join(part["text"] for _, part in placed if part["type"] == "text")
 
 
 def message_of(role: str, placed: Sequence[tuple[str, Json]], at: str) -> tuple[Json, list[str]]:

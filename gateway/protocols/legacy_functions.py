@@ -4,8 +4,6 @@ Workers support only tools. A body with functions becomes one with tools, and th
 becomes a `function_call` again. Such an answer has one call at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The wire format of an OpenAI server: chat, completions, embeddings, and rerank as vLLM has it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -11,7 +9,7 @@ from gateway import errors
 from gateway.memory_budget import MemoryHold
 from gateway.protocols.base import StreamEncoder, object_in
 from gateway.protocols.documents import NO_DOCUMENTS, Document, Readable, pdfs_in
-from gateway.protocols.history import readable
+from gateway.protocols.history import BETWEEN_TEXTS, readable
 from gateway.protocols.legacy_functions import as_function_call, with_tools
 from gateway.routing.features import MEDIA
 from gateway.routing.select import RoutingRequest
@@ -29,9 +27,6 @@ from policies.evaluate import resolve_model, sampling_defaults
 from policies.sections import apply_limits
 
 Message = Mapping[str, Any]
-
-# Between the texts of merged messages, so that none runs into the next.
-_BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _RUNNING_USAGE = {"include_usage": True, "continuous_usage_stats": True}
 _EXPLICIT = ("temperature", "top_p", "top_k", "min_p")
@@ -353,7 +348,7 @@ def normalise(messages: Sequence[Message], *, in_place: bool = False) -> list[Me
 def _system_content(messages: Sequence[Message]) -> str | list[Any]:
     contents = [message.get("content") or "" for message in messages]
     if all(isinstance(content, str) for content in contents):
-        return _BETWEEN_MESSAGES.join(contents)
+        return BETWEEN_TEXTS.join(contents)
     parts: list[Any] = []
     for content in contents:
         parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -367,7 +362,7 @@ def _merge_adjacent(messages: Sequence[Message]) -> list[Message]:
         if role is None or not others:
             merged += [first, *others]
         else:
-            content = _BETWEEN_MESSAGES.join(one["content"] for one in (first, *others))
+            content = BETWEEN_TEXTS.join(one["content"] for one in (first, *others))
             merged.append({"role": role, "content": content})
     return merged
 

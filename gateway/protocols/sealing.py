@@ -1,7 +1,5 @@
 """Seal reasoning that clients store and only this gateway may read again."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 from hashlib import blake2b

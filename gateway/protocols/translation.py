@@ -1,7 +1,5 @@
 """Formats that become a chat: where the fields of the chat stand in the request of the client."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass

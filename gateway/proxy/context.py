@@ -11,7 +11,6 @@ from gateway.http.downstream import ClientDisconnected
 from gateway.memory_budget import MemoryHold
 from gateway.proxy.billing import TokenReservation, cost_of
 from gateway.routing.prefix_affinity import NOTHING_EXPECTED, ExpectedReuse
-from gateway.routing.prefix_keys import NO_KEYS, PrefixKeys
 from gateway.routing.select import Candidate, Decision, RoutingRequest
 from gateway.strict_json import Pieces, with_fields
 from gateway.telemetry.request_record import RequestRecord
@@ -138,23 +137,13 @@ class RequestContext:
         return self.routing_request
 
     @property
-    def token_limit(self) -> int | None:
-        """Return the most tokens that a worker may use for the request; None: no limit."""
-        return self.reservation.token_limit if self.reservation else None
-
-    @property
-    def prefix_keys(self) -> PrefixKeys:
-        """Return the keys of the prompt."""
-        return self.routing_request.prefix if self.routing_request else NO_KEYS
-
-    @property
     def cache_result(self) -> str:
         """Return whether the worker had a beginning of the prompt cached: hit, miss or none.
 
         Before the worker has reported usage, this is the expected result; `unknown` if the usage
         lacks cached tokens.
         """
-        if not self.prefix_keys.ends:
+        if self.routing_request is None or not self.routing_request.prefix.ends:
             return NO_PREFIX
         if self.usage is not UNUSED and self.usage.cached_known:
             return "hit" if self.usage.cached_tokens else "miss"
@@ -210,9 +199,8 @@ class RequestContext:
         """Return response headers that show where the request was routed, and why."""
         if self.candidate is None:
             return []
-        profile = self.inspected.profile if self.inspected else None
-        ignored = (*(profile.ignored if profile else ()), *self.unheld)
-        replaced = profile.replaced[:_MAX_REPLACED] if profile else ()
+        profile = self.profile
+        ignored, replaced = (*profile.ignored, *self.unheld), profile.replaced[:_MAX_REPLACED]
         return [
             *([(b"x-paceline-replaced", ", ".join(replaced).encode())] if replaced else ()),
             *([(b"x-paceline-ignored", ", ".join(ignored).encode())] if ignored else ()),

@@ -33,7 +33,7 @@ from gateway.strict_json import (
     size_of,
     with_fields,
 )
-from gateway.types import UNUSED, Json
+from gateway.types import UNUSED
 from paceline.protocol import ANSWER_FIELD, KEEPALIVE_S, MODEL_HEADER, PROGRESS_HEADER
 from paceline.request.call_rules import read_call_rules
 from paceline.request.fields import CACHE_SALT
@@ -276,7 +276,7 @@ class Forwarder:
 
     def _record_prefix_usage(self, context: RequestContext, lease: Lease) -> None:
         """Record after an attempt whether the worker had the earlier turns in its cache."""
-        prefix = context.prefix_keys
+        prefix = context.routed.prefix
         if prefix.ends:
             usage = None if context.usage is UNUSED else context.usage
             context.missed_reuse = self._prefix_index.record_usage(
@@ -438,15 +438,10 @@ class Forwarder:
             headers[PROGRESS_HEADER] = "1"
         if backend.sends_reports and asked_model != profile.model:
             headers[MODEL_HEADER] = quote(asked_model)
-        scope, limit = self._scope_of(context) or "all", context.token_limit
-        told = Told(
-            candidate.worker_id,
-            candidate.lane,
-            context.prefix_keys,
-            scope,
-            limit,
-            context.prefix_sources,
-        )
+        scope = self._scope_of(context) or "all"
+        limit = None if reservation is None else reservation.token_limit
+        prefix, sources = context.routed.prefix, context.prefix_sources
+        told = Told(candidate.worker_id, candidate.lane, prefix, scope, limit, sources)
         headers |= backend.headers(told)
         url = lease.state.report.url + WIRE_OF[profile.endpoint]
         send = self.connections.send
@@ -483,29 +478,22 @@ class Forwarder:
             raise errors.WorkerFailed
         context.usage = backend.usage(answer) or context.usage
         context.drafts = backend.drafts(answer)
+        named = answer.get("model") == context.checked.asked_model
+        # A worker of ours writes the form itself, as in its streams, up to that of calls.
+        formed = named and backend.sends_reports and _CALLS not in body
         try:
-            if self._give_form(answer, body, context, backend):
-                body = b"".join(await run(size_bytes, encode_body, answer, size_bytes))
+            if not formed:
+                form = context.answer_form = self._answer_form(context, backend)
+                changed = form.read(answer, "message")
+                log_calls(context)
+                if changed:
+                    body = b"".join(await run(size_bytes, encode_body, answer, size_bytes))
             encoded = context.wire_format.encode(context.routed, answer, body)
         except FieldUnheld as error:
             raise errors.FieldUnheld(str(error)) from error
         except AnswerMalformed as error:
             raise errors.WorkerFailed from error
         return await context.wire_format.finish() if context.wire_format.finishes else encoded
-
-    def _give_form(
-        self, answer: Json, body: bytes, context: RequestContext, backend: Engine
-    ) -> bool:
-        """Give a whole answer its form; return whether that changed it.
-
-        What a worker of ours writes has it, as in a stream, up to its calls.
-        """
-        if backend.sends_reports and _CALLS not in body:
-            return False
-        context.answer_form = self._answer_form(context, backend)
-        changed = context.answer_form.read(answer, "message")
-        log_calls(context)
-        return changed
 
     @staticmethod
     def _answer_form(context: RequestContext, backend: Engine) -> EngineAnswer:

@@ -189,8 +189,8 @@ class ProxyHandler:
 
         limit_bytes, hold = settings.body_limit_bytes, context.hold.add
         body = await read_body(scope, receive, limit_bytes=limit_bytes, hold=hold)
-        time_s = context.policy.limits.request_time_s(settings.request_timeout_s)
-        cancel_scope.limit(time_s, errors.RequestTooLong)
+        times_s = context.policy.limits.request_timeout_s, settings.request_timeout_s
+        cancel_scope.limit(min(filter(None, times_s)), errors.RequestTooLong)
         context.body_read_s = gateway.clock()
         return body
 

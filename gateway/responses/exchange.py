@@ -4,12 +4,11 @@ A response in the background is a request like any other, whose events go to an 
 of its client's connection. Clients follow the log as often as they like.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.assembly import Gateway
@@ -33,7 +32,6 @@ from gateway.state.expiring import TTL_S
 from gateway.types import Json
 
 log = logging.getLogger(__name__)
-
 FOLLOWER_BYTES = 3 * PIECE_BYTES
 """Of a piece of a log, of its chunk and of bytes that the connection has not sent."""
 LOG_LIMIT_BYTES = 32 * 1024 * 1024
@@ -45,6 +43,7 @@ _EVENT_BYTES = 64
 """Of an event beside its text."""
 
 
+@dataclass(slots=True, eq=False)
 class EventLog:
     """The events of a response in the background, as its `EventWriter` sends them.
 
@@ -52,22 +51,19 @@ class EventLog:
     or without memory; None: the rest counts whatever its size.
     """
 
-    def __init__(
-        self, keepalive_s: float, hold: MemoryHold, cancel: Callable[[Exception], None] | None
-    ) -> None:
-        self.hold = hold
-        """Has the events, also after their end."""
-        self._keepalive_s = keepalive_s
-        self.cancel = cancel
-        self.events: list[bytes] = []
-        """By their sequence numbers."""
-        self.size_bytes = 0
-        self.closed = False
-        self.starved = False
-        """There was no memory for its events."""
-        self._changed = asyncio.Event()
-        self._followers = 0
-        self._forgotten = False
+    _keepalive_s: float
+    hold: MemoryHold
+    """Has the events, also after their end."""
+    cancel: Callable[[Exception], None] | None
+    events: list[bytes] = field(default_factory=list)
+    """By their sequence numbers."""
+    size_bytes: int = 0
+    closed: bool = False
+    starved: bool = False
+    """There was no memory for its events."""
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _followers: int = 0
+    _forgotten: bool = False
 
     def append(self, piece: bytes) -> None:
         """Append events; comments are left out, and the end, which follows all of them."""
@@ -145,7 +141,7 @@ class ResponseExchange(ResponsesFormat):
 
     finishes = True
 
-    def __init__(self, service: ResponsesService) -> None:
+    def __init__(self, service: "ResponsesService") -> None:
         gateway = service.gateway
         super().__init__(new_id("resp"), gateway.sealer, gateway.wall)
         self._settings = gateway.settings

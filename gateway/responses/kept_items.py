@@ -4,11 +4,10 @@ A kept response has its input, its output and the ids of those before it, so tha
 conversation is read in two steps. Each belongs to the API key that made it.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import from_json
@@ -42,6 +41,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
 
+@dataclass(slots=True)
 class KeptItems:
     """The kept responses and conversations, for one request.
 
@@ -49,19 +49,11 @@ class KeptItems:
     `size_bytes` of its body, and that it stores.
     """
 
-    def __init__(
-        self,
-        records: ExpiringRecords,
-        now_s: Callable[[], float],
-        thread: InspectionThread,
-        hold: MemoryHold,
-        size_bytes: int = 0,
-    ) -> None:
-        self._records = records
-        self._now_s = now_s
-        self._thread = thread
-        self._hold = hold
-        self._size_bytes = size_bytes
+    _records: ExpiringRecords
+    _now_s: Callable[[], float]
+    _thread: InspectionThread
+    _hold: MemoryHold
+    _size_bytes: int = 0
 
     async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
         """Return the items before those of a request, and the record that it continues.

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Self
 
 from paceline.request.profile import Endpoint, RequestProfile
+from policies.sections import MEDIA_KINDS
 
 _Asked = Callable[[RequestProfile], object]
 
@@ -80,12 +81,7 @@ class Feature(StrEnum):
 CHECKED = frozenset((Feature.CALLS,))
 """Features that an engine may have by chance: it gets the request if no other worker does, and the
 gateway checks its answer."""
-MEDIA = {
-    "image": Feature.IMAGE,
-    "video": Feature.VIDEO,
-    "audio": Feature.AUDIO,
-    "file": Feature.FILE,
-}
+MEDIA = {kind: Feature[kind.upper()] for kind in MEDIA_KINDS}
 
 _ENGINE = "exact continuation calls"
 _LOCAL = f"{_ENGINE} file prompts echo min_tokens truncation"

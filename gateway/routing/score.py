@@ -49,7 +49,7 @@ class ScoredLane(NamedTuple):
     cached: CachedPrefix | None = None
     """The part of the prompt that the worker has cached."""
     explored: bool = False
-    """First because its worker has not answered for a while, not because it lanes least."""
+    """First because its worker has not answered for a while, not because it costs least."""
 
 
 def rank(
@@ -136,7 +136,7 @@ def _saved(
     A full worker saves nothing, since waiting there is no gain; nor does a worker with only the
     system prompt that is much busier than the best.
     """
-    lanes, positions = group
+    lanes, positions, _ = group
     worker_ids = [worker_id for worker_id, _ in cached]
     if positions is None:
         indexes = [at for at, lane in enumerate(lanes) if lane.worker_id in worker_ids]

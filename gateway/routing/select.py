@@ -101,7 +101,7 @@ def decide(
     policy, profile = request.policy, request.profile
     route, bypass = match_route(policy, profile, request.attributes)
     speculation_barred = bool(bypass)
-    bypass = bypass or _fleet_bypass(fleet, profile.model)
+    bypass = bypass or fleet.bypass.get(profile.model, (Bypass.NO_MTP_WORKER,))
     spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000
     first_only = first_only and spill_after_s != 0
     pools: Collection[str] = route.to
@@ -125,7 +125,7 @@ def decide(
             group, checked = _taking(group, needs)
         if not group.lanes:
             continue
-        if first_only and not any(lane.capable for lane in group.lanes):
+        if first_only and not group.capable:
             deferred = True
             continue
         ranked = rank(
@@ -153,16 +153,6 @@ def decide(
     complete = complete and not deferred
     lacks = TAKES_ALL if candidates or not lacking else min(lacking, key=len)
     return Decision(route.name, bypass, candidates, spill_after_s, not pools, complete, lacks)
-
-
-def _fleet_bypass(fleet: FleetView, model: str) -> tuple[Bypass, ...]:
-    """Return why no worker of a model can speculate; empty if one can."""
-    lanes = fleet.lanes.get((model, MTP_LANE), LaneGroup()).lanes
-    for lane in lanes:
-        if lane.can_draft:
-            return ()
-    unhealthy = any(not lane.report.head_healthy for lane in lanes)
-    return (Bypass.HEAD_UNHEALTHY if unhealthy else Bypass.NO_MTP_WORKER,)
 
 
 def _pool_lanes(

@@ -18,7 +18,7 @@ from gateway.routing.load_cost import Throughput, load_cost_s
 from gateway.routing.prefix_keys import PrefixEnd
 from gateway.types import WorkerBoot
 from paceline.protocol import MTP_LANE, POOLING_LANES, LaneReport
-from paceline.request.profile import GENERATING, Endpoint, Sampling
+from paceline.request.profile import GENERATING, Bypass, Endpoint, Sampling
 
 TAKES_ALL: frozenset[Feature] = frozenset()
 
@@ -60,7 +60,7 @@ class LaneView:
     can_draft: bool = False
     """Whether it drafts, and its MTP head, if it has one, is healthy."""
     capable: bool = True
-    """Whether it does what its name says: a speculative one can draft."""
+    """Whether it is usable as named: a speculative one can draft."""
 
     @property
     def has_free_slot(self) -> bool:
@@ -74,6 +74,8 @@ class LaneGroup(NamedTuple):
     lanes: tuple[LaneView, ...] = ()
     positions: Mapping[str, int] | None = None
     """The index of each worker, by id; None for a selection or union of such groups."""
+    capable: bool = True
+    """Whether one of the lanes is usable as named, as far as is known."""
 
 
 NO_MODELS: Mapping[str, ModelView] = MappingProxyType({})
@@ -176,6 +178,8 @@ class FleetView:
     """No worker lacks a feature, so that decisions need not compute those of a request."""
     untold: frozenset[str]
     """Models with a worker that does not say where its template accepts system messages."""
+    bypass: Mapping[str, tuple[Bypass, ...]]
+    """Model -> why no worker can speculate; empty if one can."""
 
     @classmethod
     def of(
@@ -194,14 +198,21 @@ class FleetView:
                     if lane.model == view:
                         grouped[model, lane.report.name].append(lane)
         lanes = {
-            key: LaneGroup(tuple(group), {one.worker_id: at for at, one in enumerate(group)})
+            key: LaneGroup(
+                tuple(group),
+                {one.worker_id: at for at, one in enumerate(group)},
+                any(lane.capable for lane in group),
+            )
             for key, group in grouped.items()
+        }
+        bypass = {
+            model: _bypass(group) for (model, name), group in grouped.items() if name == MTP_LANE
         }
         takes_all = not any(
             view.lacks for worker in by_id.values() for view in worker.by_model.values()
         )
         untold = {model for one in by_id.values() if not one.tells_system for model in one.models}
-        return cls(by_id, known_models, lanes, sampling, takes_all, frozenset(untold))
+        return cls(by_id, known_models, lanes, sampling, takes_all, frozenset(untold), bypass)
 
     @property
     def served_models(self) -> frozenset[str]:
@@ -233,3 +244,10 @@ class FleetView:
                 pooling = POOLING_LANES.get(lane)
                 found.update(GENERATING if pooling is None else (pooling,))
         return frozenset(found)
+
+
+def _bypass(lanes: Sequence[LaneView]) -> tuple[Bypass, ...]:
+    if any(lane.can_draft for lane in lanes):
+        return ()
+    unhealthy = any(not lane.report.head_healthy for lane in lanes)
+    return (Bypass.HEAD_UNHEALTHY if unhealthy else Bypass.NO_MTP_WORKER,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 
 _STEPS_A_MINUTE = 6
 _MINUTES = 60
@@ -27,20 +26,13 @@ class RecentUsage:
         self.current = Counter()
         self._turns += 1
         if self._turns % _STEPS_A_MINUTE == 0:
-            self._minutes.append(_sum(self._steps))
+            self._minutes.append(sum(self._steps, Counts()))
 
     def last_minute(self) -> Counts:
         """Return the counts of the last minute; up to ten seconds more."""
-        return _sum([*self._steps, self.current])
+        return sum(self._steps, +self.current)
 
     def last_hour(self) -> Counts:
         """Return the counts of the last hour; up to a minute more."""
         begun = self._turns % _STEPS_A_MINUTE
-        return _sum([*self._minutes, *list(self._steps)[len(self._steps) - begun :], self.current])
-
-
-def _sum(parts: Iterable[Counts]) -> Counts:
-    counts: Counts = Counter()
-    for part in parts:
-        counts.update(part)
-    return counts
+        return sum((*self._minutes, *list(self._steps)[len(self._steps) - begun :]), +self.current)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -92,10 +91,6 @@ class LaneTotals(NamedTuple):
     duration_s: Buckets = EMPTY
     added_latency_s: Buckets = EMPTY
 
-    def plus(self, other: LaneTotals) -> LaneTotals:
-        """Add the totals of another lane."""
-        return LaneTotals(*map(_plus, self, other))
-
     def minus(self, earlier: LaneTotals) -> LaneTotals:
         """Subtract earlier totals of the same lane."""
         return LaneTotals(*map(_minus, self, earlier))
@@ -127,7 +122,10 @@ class LaneStats:
 
 def sum_totals(totals: Iterable[LaneTotals]) -> LaneTotals:
     """Add up the totals of several lanes."""
-    return reduce(LaneTotals.plus, totals, NO_TOTALS)
+    added = NO_TOTALS
+    for one in totals:
+        added = LaneTotals(*map(_plus, added, one))
+    return added
 
 
 class Snapshot(NamedTuple):

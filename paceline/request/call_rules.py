@@ -3,8 +3,6 @@
 Models and engines write other calls too. Whoever reads an answer leaves these out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The form that a request prescribes for its answer, in the spellings of OpenAI and of vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple

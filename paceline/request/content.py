@@ -4,8 +4,6 @@ A file of a hundred kilobytes can expand to gigabytes, so the size of a picture 
 bytes of its headers, before anything is decoded.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import contextlib
@@ -42,8 +40,6 @@ _GIF_BLOCKS_LIMIT = 16_384
 _GIF_BLOCK_CHARS = 128  # a block of a larger file has up to 255 bytes
 _JPEG_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xDA)))
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-
-
 FILE_PROBLEM = "A file must be in 'file_data', in base64; the gateway does not follow links or ids."
 
 

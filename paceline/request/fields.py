@@ -1,13 +1,9 @@
 """Typed access to the fields of a request body, and the error for an invalid field."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 Default = TypeVar("Default", float, None)
-
-
 CACHE_SALT = "cache_salt"
 """The field of vLLM that isolates requests: only those with the same value share cached prompts."""
 CACHE_SALT_CHARS = 256
@@ -21,7 +17,7 @@ class FieldError(ValueError):
         self.param = param
         self.message = message
 
-    def spelled(self, names: Mapping[str, str]) -> FieldError:
+    def spelled(self, names: Mapping[str, str]) -> "FieldError":
         """Return the error with the names of fields as the client spells them."""
         message = self.message
         for name, other in names.items():

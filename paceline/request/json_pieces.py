@@ -1,7 +1,5 @@
 """JSON in pieces, each from a short call into C, which nothing interrupts."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ change an answer here, and is listed; or it is an error that names its path. In 
 server any other name is listed too: the history never ends a conversation.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ Gateway and worker share this one table of fields, types and bounds, so a worker
 requests when a client sends them directly.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any

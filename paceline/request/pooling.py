@@ -4,8 +4,6 @@ OpenAI's embeddings, and Jina's rerank with the fields that Cohere's and vLLM's 
 the field of Jina and of text-embeddings-inference for texts that the model does not hold.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +18,6 @@ TEXT_LIMIT_CHARS = 8 * 1024 * 1024
 """Of all texts of one request together, a query with each of its documents; a token counts as 4."""
 DIMENSIONS_LIMIT = 65_536
 ENCODINGS = ("float", "base64")
-
 Input = str | Sequence[int]
 """A text, or the tokens of one."""
 

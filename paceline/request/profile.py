@@ -5,8 +5,6 @@ profile, so both report the same reasons. The records are tuples, because one of
 request, and a frozen dataclass takes three times as long.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Parsing a minimal body records the plain fields and their bounds; `_OUTLINES` de
 in part, and only the parser checks them completely.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +102,7 @@ _OUTLINES_ON: Mapping[Wire, Mapping[str, Any]] = {
         "tools": {"type": ["array", "null"]},
     },
 }
-"""Those that differ on a wire."""
+"""Schemas that differ on a wire."""
 _REQUIRED = {Wire.RESPONSES: ["model"]}
 
 

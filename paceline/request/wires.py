@@ -5,8 +5,6 @@ honoured; or it is accepted if the answer is the same without it, and listed; or
 that names it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum

@@ -37,7 +37,7 @@ async def test_a_disconnect_cancels_a_streamed_generation(started, choices, capl
             await reader.readuntil(b"data: ")
         writer.close()
         await engine.all_closed.wait()
-        await worker.traffic.wait_idle()
+        await worker.traffic.idle.wait()
     assert [record.msg for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -51,7 +51,7 @@ async def test_a_client_that_stops_reading_loses_its_row(monkeypatch: pytest.Mon
         reader, writer = await _send(url, "/v1/completions", body)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         await engine.started.wait()
-        await worker.traffic.wait_idle()
+        await worker.traffic.idle.wait()
         writer.transport.abort()
     assert engine.all_closed.is_set()
 

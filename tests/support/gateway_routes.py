@@ -13,12 +13,18 @@ PROBES = {("GET", path) for path in ("/livez", "/readyz", "/health", "/metrics")
 """For load balancers and Prometheus; they show no secret."""
 OPENAPI_ROUTE = ("GET", "/openapi.json")
 """For authors of clients; each port describes its routes."""
-BOTH_PORTS = _readable("/docs", "/pages/{name:path}", "/favicon.ico") | {OPENAPI_ROUTE}
+DOCS = _readable("/docs", "/docs/{name:path}")
+BOTH_PORTS = DOCS | _readable("/pages/{name:path}", "/favicon.ico") | {OPENAPI_ROUTE}
 """Each port describes its own routes."""
 ADMIN_PAGE = _readable("/admin") | (BOTH_PORTS - {OPENAPI_ROUTE})
 PAGE = ADMIN_PAGE | _readable("/", "/dashboard", "/try")
 """Pages for people; they show no data without a key."""
-PUBLIC = PROBES | PAGE | {OPENAPI_ROUTE}
+PAIRING = {
+    ("POST", "/admin/v1/pairing/exchange"),
+    ("PUT", "/admin/v1/pairing/exchange/{proof}"),
+}
+"""For a Mac that has no key yet; it proves that it knows the code of an admin."""
+PUBLIC = PROBES | PAGE | PAIRING | {OPENAPI_ROUTE}
 
 
 def route_paths(app: PortApp) -> set[tuple[str, str]]:

@@ -1,18 +1,30 @@
-"""The two sides of a pairing, for tests of gateways."""
+"""The side of a worker in a pairing, for tests of gateways."""
+
+import hmac
+from typing import NamedTuple
 
 import httpx
 
 from paceline.pairing import (
     PAIRING_PATH,
-    Membership,
+    Pairing,
     PairingAnswer,
-    PairingProof,
-    SealedMembership,
-    WorkerSide,
+    PairingSide,
+    PairingWrong,
+    SessionKeys,
+    unseal,
 )
 from tests.support.running_gateway import RunningGateway
 
-EXCHANGES = f"{PAIRING_PATH}/exchanges"
+EXCHANGE = f"{PAIRING_PATH}/exchange"
+
+
+class Exchange(NamedTuple):
+    """An exchange whose first message a gateway has answered."""
+
+    side: PairingSide
+    answer: PairingAnswer
+    keys: SessionKeys
 
 
 def show_code(gateway: RunningGateway) -> str:
@@ -25,21 +37,26 @@ def wrong(code: str) -> str:
     return code[:-1] + ("A" if code[-1] != "A" else "B")
 
 
-def begin(gateway: RunningGateway, side: WorkerSide) -> httpx.Response:
-    return gateway.client.post(EXCHANGES, json=side.request.model_dump())
+def begin(gateway: RunningGateway, message: str, name: str = "fake-a") -> httpx.Response:
+    return gateway.client.post(EXCHANGE, json={"name": name, "message": message})
 
 
-def finish(gateway: RunningGateway, answer: PairingAnswer, proof: bytes) -> httpx.Response:
-    body = PairingProof(proof=proof.hex()).model_dump()
-    return gateway.client.put(f"{EXCHANGES}/{answer.exchange}", json=body)
+def begun(gateway: RunningGateway, code: str, name: str = "fake-a") -> Exchange:
+    side = PairingSide(code)
+    answer = PairingAnswer.model_validate_json(begin(gateway, side.message, name).content)
+    return Exchange(side, answer, side.keys(answer.message, name))
+
+
+def finish(gateway: RunningGateway, proof: str) -> httpx.Response:
+    return gateway.client.put(f"{EXCHANGE}/{proof}")
 
 
 def pair(
     gateway: RunningGateway, code: str, name: str = "fake-a", at: RunningGateway | None = None
-) -> Membership:
-    """Pair with a gateway, or with two that share one message each."""
-    side = WorkerSide(code, name)
-    answer = PairingAnswer.model_validate_json(begin(gateway, side).content)
-    keys = side.keys(answer)
-    sealed = finish(at or gateway, answer, keys.worker_proof)
-    return keys.open(SealedMembership.model_validate_json(sealed.content))
+) -> Pairing:
+    """Pair with a gateway, or with two that get one message each."""
+    exchange = begun(gateway, code, name)
+    if not hmac.compare_digest(exchange.answer.proof, exchange.keys.gateway_proof):
+        raise PairingWrong
+    sealed = finish(at or gateway, exchange.keys.worker_proof).json()["sealed"]
+    return unseal(sealed, exchange.keys.sealing)

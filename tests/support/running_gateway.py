@@ -269,7 +269,8 @@ def make_settings(state_dir: Path, **changes: Any) -> Settings:
     values = {"connect_timeout_s": 10.0, **changes}
     if "redis_url" in changes:
         values.setdefault("admin_key", SecretStr(ADMIN_KEY))
-    return Settings(port=0, join_token=SecretStr(JOIN_TOKEN), state_dir=state_dir, **values)
+    values.setdefault("join_token", SecretStr(JOIN_TOKEN))
+    return Settings(port=0, state_dir=state_dir, **values)
 
 
 def wait_until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:

@@ -66,7 +66,7 @@ def worker_command(run: Callable[..., Any]) -> Command:
     from.
     """
     fields = WorkerSettings.model_fields.items()
-    flags = [_flag(name, field) for name, field in fields if name != "state_dir"]
+    flags = [_flag(name, field) for name, field in fields if name not in ("nodes_key", "state_dir")]
     file = click.Option(
         ["--config"], metavar="FILE", help="Settings file (default: paceline.yaml)."
     )

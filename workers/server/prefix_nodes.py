@@ -88,9 +88,9 @@ Head = TypeVar("Head", _OfferHead, _RunHead)
 class NodeKey:
     """Codes that prove the knowledge of a join token, or of the key that is derived from it."""
 
-    def __init__(self, token: SecretStr, key: bytes = b"") -> None:
+    def __init__(self, token: SecretStr, key: str = "") -> None:
         secret = token.get_secret_value().encode()
-        self._key = key or hmac.digest(secret, b"paceline prefix nodes", "sha256")
+        self._key = bytes.fromhex(key) or hmac.digest(secret, b"paceline prefix nodes", "sha256")
 
     def credentials(self, nonce: str, body: bytes) -> str:
         """Return the `authorization` of a question with this number and this body."""
@@ -196,7 +196,7 @@ class NodesResponse(WorkResponse):
 class PrefixPeers:
     """The other workers of the fleet; open it as a context."""
 
-    def __init__(self, token: SecretStr, key: bytes = b"") -> None:
+    def __init__(self, token: SecretStr, key: str = "") -> None:
         self.key = NodeKey(token, key)
         self.client = httpx.AsyncClient(
             timeout=_TIMEOUT,

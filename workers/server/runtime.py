@@ -32,8 +32,8 @@ class Traffic:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        self.idle.set()
         self.draining = False
 
     @contextmanager
@@ -45,17 +45,13 @@ class Traffic:
         if self.draining and not even_draining:
             raise WorkerDraining
         self.in_flight += 1
-        self._idle.clear()
+        self.idle.clear()
         try:
             yield
         finally:
             self.in_flight -= 1
             if not self.in_flight:
-                self._idle.set()
-
-    async def wait_idle(self) -> None:
-        """Wait until no request is in flight."""
-        await self._idle.wait()
+                self.idle.set()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,7 +38,7 @@ async def serve(
     listener: socket.socket,
     *,
     token: SecretStr | None,
-    nodes_key: bytes = b"",
+    nodes_key: str = "",
     shutdown: Shutdown,
     on_ready: Callable[[], None],
 ) -> bool:
@@ -70,7 +70,7 @@ async def serve(
         if worker.engine.alive:
             log.info("worker.draining")
             await first_of(
-                worker.traffic.wait_idle(), shutdown.forced.wait(), timeout_s=DRAIN_TIMEOUT_S
+                worker.traffic.idle.wait(), shutdown.forced.wait(), timeout_s=DRAIN_TIMEOUT_S
             )
         else:
             log.error("engine.died")

@@ -45,7 +45,7 @@ from workers.server.engines import RunningEngine
 from workers.server.pictures import PictureMemory
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.settings import KvBits, WorkerSettings, paired_nodes_key, prefix_cache_on_disk
+from workers.settings import KvBits, WorkerSettings, prefix_cache_on_disk
 
 _START_INTERVAL_S = 0.2
 _print = functools.partial(print, flush=True)
@@ -264,7 +264,7 @@ async def _start_and_serve(
                 worker,
                 listener,
                 token=settings.token,
-                nodes_key=paired_nodes_key(settings),
+                nodes_key=settings.nodes_key,
                 shutdown=shutdown,
                 on_ready=on_ready,
             )

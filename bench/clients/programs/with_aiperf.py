@@ -3,8 +3,6 @@
 # ///
 """The load generator AIPerf: does it report the acceptance that the gateway counts?"""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@
 # ///
 """The `anthropic` package, on Messages: whole, streamed, parsed, and its own loop of tools."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import anthropic

@@ -5,8 +5,6 @@
 # ///
 """Claude Code, on Anthropic's Messages: a loop of its tools, an interrupt, and limits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from bench.clients import cases

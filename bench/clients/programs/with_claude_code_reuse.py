@@ -4,8 +4,6 @@
 # ///
 """Claude Code, on Anthropic's Messages: a conversation with the demo model."""
 
-from __future__ import annotations
-
 import uuid
 
 from bench.clients import cases

@@ -5,8 +5,6 @@
 # ///
 """Claude Code, on Anthropic's Messages: one long session, in which a script plays the model."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial

@@ -5,8 +5,6 @@
 # ///
 """Codex, on Responses: it answers, runs a command, is interrupted, and meets limits."""
 
-from __future__ import annotations
-
 from bench.clients import cases
 from bench.clients.agents import codex, configure_codex
 

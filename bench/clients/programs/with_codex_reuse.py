@@ -4,8 +4,6 @@
 # ///
 """Codex, on Responses: a conversation with the demo model, with all of its tools."""
 
-from __future__ import annotations
-
 from bench.clients import cases
 from bench.clients.agents import codex, configure_codex, events_of
 

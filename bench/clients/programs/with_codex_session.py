@@ -5,8 +5,6 @@
 # ///
 """Codex, on Responses: one long session, in which a script plays the model."""
 
-from __future__ import annotations
-
 import json
 
 from bench.clients import cases, session

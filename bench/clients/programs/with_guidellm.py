@@ -3,8 +3,6 @@
 # ///
 """The load generator GuideLLM; its packages take 6 GB."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

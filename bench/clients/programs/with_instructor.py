@@ -3,8 +3,6 @@
 # ///
 """The `instructor` package: pydantic models from every mode of it that asks for a form."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 # ///
 """The `langchain-openai` package."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

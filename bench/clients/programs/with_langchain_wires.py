@@ -5,8 +5,6 @@
 # ///
 """LangChain on Responses (`langchain-openai`) and on Messages (`langchain-anthropic`)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 # ///
 """The `litellm` package."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

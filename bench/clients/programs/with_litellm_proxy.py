@@ -5,8 +5,6 @@
 # ///
 """The proxy of LiteLLM in front of a gateway: Messages, Responses and chat, each over each."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 # ///
 """The command `llm`."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

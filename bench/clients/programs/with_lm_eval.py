@@ -3,8 +3,6 @@
 # ///
 """The evaluation harness `lm-eval`, on local tasks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

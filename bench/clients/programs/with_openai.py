@@ -3,8 +3,6 @@
 # ///
 """The `openai` package."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

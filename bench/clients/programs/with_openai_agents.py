@@ -3,8 +3,6 @@
 # ///
 """The `openai-agents` package, on chat completions."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, Literal
 

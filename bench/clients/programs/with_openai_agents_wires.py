@@ -5,8 +5,6 @@
 # ///
 """The `openai-agents` package: its model class of Responses, the default, and that of chat."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@
 # ///
 """The `openai` package, on Responses: whole, streamed, parsed, kept, in the background."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import openai

@@ -4,8 +4,6 @@
 # ///
 """opencode, on chat: a conversation with the demo model, with its own prompt and all its tools."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bench.clients import cases

@@ -1,7 +1,5 @@
 """The command `promtool` of Prometheus, as it is installed here."""
 
-from __future__ import annotations
-
 import shutil
 
 from bench.clients import cases

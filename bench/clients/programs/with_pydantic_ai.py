@@ -3,8 +3,6 @@
 # ///
 """The `pydantic-ai` package: its three ways to a pydantic model, and its loop of tools."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

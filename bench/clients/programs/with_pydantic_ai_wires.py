@@ -8,8 +8,6 @@
 This version of it does not work with `anthropic` 2.13.0, whose `BetaMessageParam` is a union.
 """
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from typing import Any

@@ -114,7 +114,7 @@ function actions({ worker_id: id, cordoned_since, gone_since, in_flight, paired_
   return [
     named("toggle", "Cordon", () => cordon(id), { title: "No new requests; running requests finish" }),
     !gone_since && named("drain", "Drain", () => drain(id), { title: "Cordon, and wait until its requests have ended" }),
-    paired_since && named("unpair", "Unpair", () => unpair(id), { title: "Refuse its token, and remove it" }),
+    paired_since && named("unpair", "Unpair", () => unpair(id), { title: "Its token ends, and it leaves" }),
   ];
 }
 
@@ -154,7 +154,7 @@ async function addMac() {
   const shown = make("p", { role: "status" });
   const show = button("Show a code", () => perform(() => showCode(shown)), { class: "primary" });
   const join = [
-    make("p", {}, "On the new Mac, install Paceline for a worker, run this command, and enter the code. The code is valid for two minutes and one attempt."),
+    make("p", {}, "On the new Mac, install Paceline for a worker, run this command, and enter the code. It is good for two minutes and one try."),
     command("Copy the command that joins by a code", `paceline join ${gateway}${model(all)}`),
     make("div", { class: "row" }, show, shown),
     make("p", {}, "Without a code: on the gateway\u2019s machine, print the command for the new Mac, with the join token. If PACELINE_JOIN_TOKEN sets the token, use it instead of the file:"),

@@ -4,8 +4,6 @@ https://docs.anthropic.com/en/api/messages. Fields that concern only Anthropic's
 as `cache_control`, are accepted and omitted.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,7 +46,6 @@ _OWN_FIELDS = (HONOURED[Wire.MESSAGES] | IGNORED_ON[Wire.MESSAGES]).difference(
 )
 _OWN_CHOICES = ("auto", "any", "tool", "none")
 _PING = b'event: ping\ndata: {"type": "ping"}\n\n'
-
 _ERROR = object_schema("type message", strict=False, type="string", message="string")
 ERROR_SCHEMA = object_schema("type error", strict=False, type={"const": "error"}, error=_ERROR) | {
     "description": "Anthropic's shape."

@@ -4,8 +4,6 @@ https://docs.anthropic.com/en/docs/build-with-claude/context-editing. Tokens are
 text, since the edits come before a worker reads the prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -19,7 +17,6 @@ Message = Mapping[str, Any]
 FIELD = "context_management"
 CLEARED = "[The result of this tool call was cleared to save context.]"
 """Takes the place of a cleared result, so that the model knows of it."""
-
 _CHARS_A_TOKEN = 4
 _MAX_EDITS = 8
 _MAX_NAMES = 256

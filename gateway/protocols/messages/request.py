@@ -1,7 +1,5 @@
 """A request for a message as a request for a chat."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any

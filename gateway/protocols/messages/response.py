@@ -1,7 +1,5 @@
 """The answer of a chat as a message: whole, and as the events of a stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

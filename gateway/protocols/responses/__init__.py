@@ -4,8 +4,6 @@ A wire format of its own for each request: its events are numbered, repeat the r
 in the stream ends the response that has begun.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

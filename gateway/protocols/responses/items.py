@@ -1,7 +1,5 @@
 """Items as they are kept, and as the lists of OpenAI show them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +9,6 @@ OUTPUTS = frozenset(("function_call_output", "custom_tool_call_output"))
 _WITH_STATUS = OUTPUTS | set(
     "message reasoning function_call tool_search_call tool_search_output".split()
 )
-
 ITEMS = {
     "message": ("msg", "role content phase".split()),
     "reasoning": ("rs", "summary content encrypted_content".split()),

@@ -4,15 +4,13 @@ https://platform.openai.com/docs/api-reference/responses. Fields that concern on
 service, such as `service_tier`, are accepted and omitted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gateway.protocols.base import call_of
 from gateway.protocols.documents import Document, Readable, pdf_of, pdfs_in
-from gateway.protocols.history import Replacements, message_of, reply_of, texts_of
+from gateway.protocols.history import BETWEEN_TEXTS, Replacements, message_of, reply_of, texts_of
 from gateway.protocols.responses.items import ITEMS, OUTPUTS
 from gateway.protocols.responses.tools import (
     ToolSet,
@@ -34,7 +32,6 @@ from paceline.request.keys import Inside, check_keys
 from paceline.request.wires import Wire, read_ignored
 
 Item = Mapping[str, Any]
-
 ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = frozenset(
@@ -55,7 +52,6 @@ _VALUES = {
 }
 _METADATA_LIMIT, _METADATA_NAME_CHARS, _METADATA_CHARS = 16, 64, 512
 _ID_CHARS = 128
-_BETWEEN_TEXTS = "\n\n"
 _CALL_LIMITS = ("parallel_tool_calls", MAX_TOOL_CALLS)
 _CHAT_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -87,7 +83,7 @@ class ResponsesRequest(NamedTuple):
     ignored: tuple[str, ...]
     """Fields, and names inside of them, that change no answer."""
 
-    def after(self, history: Sequence[Item]) -> ResponsesRequest:
+    def after(self, history: Sequence[Item]) -> "ResponsesRequest":
         """Return the request with the tools that its client found earlier; raise `FieldError`."""
         if not history:
             return self
@@ -293,7 +289,7 @@ class _Messages(Replacements):
                 self._read_call({**item, "name": "tool_search"}, text, at)
             case "tool_search_output" if isinstance(item.get("call_id"), str):
                 self._end_reply()
-                text = _BETWEEN_TEXTS.join(f"Tool: {name}" for name in found_names(item, at))
+                text = BETWEEN_TEXTS.join(f"Tool: {name}" for name in found_names(item, at))
                 self.add({"role": "tool", "tool_call_id": item["call_id"], "content": text}, [at])
             case _ if kind in OUTPUTS:
                 self._end_reply()

@@ -1,7 +1,5 @@
 """The answer of a chat as a response: its items and its events."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,6 @@ from gateway.protocols.responses.tools import custom_input
 from gateway.types import Inspected, Json
 
 Event = Json
-
 _REPEATED = (
     "instructions max_output_tokens max_tool_calls prompt_cache_key safety_identifier user".split()
 )
@@ -213,7 +210,7 @@ class ResponseBuilder(StreamEncoder):
         if arguments := text_in(function, "arguments"):
             yield from self._open.add(arguments, ())
 
-    def _row(self, kind: str) -> _ItemKind:
+    def _row(self, kind: str) -> "_ItemKind":
         summarised = kind == "reasoning" and self._request.summarised
         return _ITEMS[_SUMMARY if summarised else kind]
 

@@ -5,8 +5,6 @@ becomes a prefix of its functions' names. A search for tools that the client run
 the tools that it finds are tools of the request.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,11 +26,7 @@ HOSTED_TOOLS = frozenset(
 INPUT = "input"
 """The argument that holds the text for a custom tool."""
 _SEARCH = "tool_search"
-_CALLS = {
-    "function": "function_call",
-    "custom": "custom_tool_call",
-    _SEARCH: "tool_search_call",
-}
+_CALLS = {"function": "function_call", "custom": "custom_tool_call", _SEARCH: "tool_search_call"}
 """The types of the items that call a tool, by its type."""
 _MODES = (None, "auto", "required")
 """How a choice of `allowed_tools` is to be made among them; None is auto."""

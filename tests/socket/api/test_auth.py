@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from gateway.app import create_app
 from gateway.protocols import PROXY_PATHS
 from tests.support.gateway_fixtures import gateway_of_module
-from tests.support.gateway_routes import ADMIN_PAGE, BOTH_PORTS, PUBLIC, route_paths
+from tests.support.gateway_routes import ADMIN_PAGE, BOTH_PORTS, PAIRING, PUBLIC, route_paths
 from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
 from tests.support.scripted_worker import JOIN_TOKEN
@@ -58,6 +58,8 @@ ADMIN_PLANE = (
     ("DELETE", f"{WORKER}/cordon", 204),
     ("DELETE", f"{WORKER}/prefix-cache", 502),
     ("POST", f"{WORKER}/drain", 200),
+    ("POST", "/admin/v1/pairing/code", 201),
+    ("DELETE", "/admin/v1/pairing/workers/fake-a", 404),
     ("GET", "/admin/v1/engines", 200),
     ("POST", "/admin/v1/engines", 400),
     ("DELETE", "/admin/v1/engines/fake-a", 404),
@@ -154,7 +156,8 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, a
         for url, port_routes in routes_by_url.items():
             with httpx.Client(base_url=url, timeout=30) as client:
                 for method, path in asked:
-                    file = path.replace("{name:path}", "shared/icon.svg")
+                    name = "policy.md" if path.startswith("/docs/") else "shared/icon.svg"
+                    file = path.replace("{name:path}", name)
                     response = client.request(method, file)
                     expected = expected_status(method, path, port_routes)
                     assert response.status_code == expected, f"{method} {path}: {response.text}"
@@ -173,7 +176,7 @@ def test_every_route_is_in_the_public_list_or_requires_a_key(tmp_path, worker, a
 
 def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -> int:
     if (method.replace("HEAD", "GET"), path) in PUBLIC & port_routes:
-        return 200
+        return 400 if (method, path) in PAIRING else 200
     methods = methods_of(path, port_routes)
     return 401 if method in methods else 405 if methods else 404
 

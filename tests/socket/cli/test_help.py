@@ -191,7 +191,7 @@ def test_the_priorities_of_a_key_are_those_of_the_policy() -> None:
 def test_each_setting_of_a_worker_has_one_flag_that_names_its_default() -> None:
     flags = {option.name: option for option in worker_command(print).params}
     settings = WorkerSettings.model_fields
-    assert flags.keys() == settings.keys() - {"state_dir"} | {"config"}
+    assert flags.keys() == settings.keys() - {"nodes_key", "state_dir"} | {"config"}
     for name, option in flags.items():
         assert isinstance(option, click.Option)
         default = settings[name].default if name in settings else None

@@ -2,6 +2,7 @@
 
 import io
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from pydantic import SecretStr
 
 from gateway.cli import join, main
 from gateway.pairing.announcement import FoundGateway
+from paceline.settings import InvalidSettings
+from tests.support.http_server import Request, ServerConnection
 from tests.support.pairing import show_code, wrong
+from tests.support.running_gateway import running_server
 from tests.support.scripted_worker import JOIN_TOKEN
 from workers.heartbeat import NotAdmitted, wait_for_gateway
 from workers.server.main import read_settings
-from workers.settings import paired_nodes_key
 
 URL = "http://192.0.2.7:9200"
 
@@ -58,12 +61,16 @@ def test_a_mac_pairs_once_by_a_code_and_its_worker_needs_no_token(
     settings = read_settings(["--join", url])
     assert settings.id == "studio"
     wait_for_gateway(url, settings.token, "studio", URL)
-    assert len(paired_nodes_key(settings)) == 32
-    enter("")
-    assert became(url) == ("--join", url, "--id", "studio"), "again without a code"
+    assert len(settings.nodes_key) == 64
+    enter(show_code(gateway))
+    assert became(url, "--id", "mini") == ("--join", url, "--id", "mini")
+    assert [read_settings(["--join", url, "--id", one]).id for one in ("studio", "mini")]
+    assert read_settings(["--join", url]).token == settings.token
     file.chmod(0o666)
     with pytest.raises(SystemExit, match="other users may write to it"):
         main(["join", url])
+    with pytest.raises(InvalidSettings, match="cannot be used"):
+        read_settings(["--join", url])
 
 
 def test_a_worker_whose_pairing_has_ended_says_so_and_pairs_again(gateway, enter) -> None:
@@ -77,7 +84,7 @@ def test_a_worker_whose_pairing_has_ended_says_so_and_pairs_again(gateway, enter
     ):
         wait_for_gateway(url, ended.token, "studio", URL)
     enter(show_code(gateway))
-    assert became(url) == ("--join", url, "--id", "studio")
+    assert became(url, "--id", "studio") == ("--join", url, "--id", "studio")
     assert read_settings(["--join", url]).token != ended.token
 
 
@@ -98,7 +105,7 @@ def test_each_reason_why_no_pairing_comes_about_is_one_sentence(gateway, enter) 
         ("http://127.0.0.1:1", code, "no gateway answers at http://127.0.0.1:1"),
         ("ftp://x", code, "'ftp://x' is no address"),
         (f"{url}/x", code, "the gateway refused"),
-        (url, wrong(code), "The code is wrong and no longer valid"),
+        (url, wrong(code), "the code is wrong, and has ended"),
         (url, code, "Try again in a minute"),
     ):
         enter(text)
@@ -132,6 +139,22 @@ def test_without_an_address_it_lists_the_gateways_that_it_finds(
     monkeypatch.setattr(join, "find_gateways", lambda: found[:1])
     enter(show_code(gateway))
     assert became("--id", "studio", "--rows", "2")[:4] == ("--join", gateway.url, "--id", "studio")
+
+
+def test_no_program_at_the_address_gets_a_key_of_this_machine(enter, monkeypatch, tmp_path) -> None:
+    heads: list[dict[str, str]] = []
+
+    async def answer(connection: ServerConnection, request: Request) -> None:
+        heads.append(request.headers)
+        await connection.send_head(200, (), length=2)
+        await connection.send_body(b"{}")
+
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", "the-admin-key-of-this-machine")
+    listener = socket.create_server(("127.0.0.1", 0))
+    enter("ABCDEFGH")
+    with running_server(answer, sockets=[listener]), pytest.raises(SystemExit, match="is not a"):
+        main(["join", f"http://127.0.0.1:{listener.getsockname()[1]}"])
+    assert ["authorization" in head for head in heads] == [False]
 
 
 def test_an_admin_sees_who_is_paired(gateway, enter, capsys) -> None:

@@ -1,23 +1,22 @@
 """Pairing: codes, guesses, listeners, replays, and the token of a paired worker."""
 
-import json
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 from zeroconf import ServiceInfo
 
-from gateway.pairing import announcement
-from gateway.pairing.announcement import SERVICE, Announcement, find_gateways, read_announcement
-from paceline.pairing import (
-    CODE_VALID_S,
-    PAIRING_PATH,
-    PairingAnswer,
-    PairingWrong,
-    SealedMembership,
-    WorkerSide,
+from gateway.pairing import announcement as announcements
+from gateway.pairing.announcement import (
+    SERVICE,
+    announcement,
+    find_gateways,
+    read_announcement,
+    register,
 )
-from tests.support.pairing import EXCHANGES, begin, finish, pair, show_code, wrong
+from paceline.pairing import CODE_VALID_S, PAIRING_PATH, PairingSide, PairingWrong, unseal
+from tests.support.pairing import EXCHANGE, begin, begun, finish, pair, show_code, wrong
 from tests.support.redis_server import free_port
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
@@ -67,55 +66,61 @@ def test_a_pairing_outlives_the_gateway_and_stores_no_token(make_gateway, worker
 
 def test_l17_a_wrong_code_ends_the_code_and_its_address_waits_a_minute(gateway) -> None:
     code = show_code(gateway)
-    guess = WorkerSide(wrong(code), "fake-a")
-    answer = PairingAnswer.model_validate_json(begin(gateway, guess).content)
-    with pytest.raises(PairingWrong):
-        guess.keys(answer)
-    assert status_and_code(finish(gateway, answer, bytes(32))) == (403, "pairing_refused")
-    right = WorkerSide(code, "fake-a")
-    assert status_and_code(begin(gateway, right)) == (429, "pairing_too_soon")
+    guess = begun(gateway, wrong(code))
+    assert guess.answer.proof != guess.keys.gateway_proof
+    refused = finish(gateway, guess.keys.worker_proof)
+    assert status_and_code(refused) == (403, "pairing_refused")
+    assert "is wrong" in refused.json()["error"]["message"]
     new = show_code(gateway)
-    assert begin(gateway, WorkerSide(new, "fake-a")).headers["retry-after"] == "60"
+    assert "in a minute" in begin(gateway, PairingSide(new).message).json()["error"]["message"]
     gateway.clock.advance(60)
     assert pair(gateway, new).token, "a refused address costs the code nothing"
-    assert status_and_code(begin(gateway, right)) == (409, "pairing_closed")
+    assert begin(gateway, PairingSide(code).message).status_code == 403
 
 
 def test_a_code_is_good_for_one_exchange_within_two_minutes(gateway) -> None:
+    def refusal(response: httpx.Response) -> bool:
+        return "No pairing code is valid" in response.json()["error"]["message"]
+
     code = show_code(gateway)
     pair(gateway, code)
-    assert begin(gateway, WorkerSide(code, "fake-b")).status_code == 409, "once"
+    assert refusal(begin(gateway, PairingSide(code).message)), "once"
     first, last = show_code(gateway), show_code(gateway)
-    left = WorkerSide(last, "fake-a")
-    answer = PairingAnswer.model_validate_json(begin(gateway, left).content)
+    left = begun(gateway, last)
     gateway.clock.advance(31)
-    late = finish(gateway, answer, left.keys(answer).worker_proof)
-    assert status_and_code(late) == (409, "pairing_closed"), "an exchange takes half a minute"
+    assert refusal(finish(gateway, left.keys.worker_proof)), "an exchange takes half a minute"
     gateway.clock.advance(30)
-    assert begin(gateway, WorkerSide(first, "fake-a")).status_code == 409, "a new one replaces it"
+    assert refusal(begin(gateway, PairingSide(first).message)), "a new one replaces it"
     code = show_code(gateway)
     gateway.clock.advance(CODE_VALID_S)
-    assert begin(gateway, WorkerSide(code, "fake-a")).status_code == 409, "expired"
+    assert refusal(begin(gateway, PairingSide(code).message)), "expired"
 
 
-def test_l18_a_replay_and_a_listener_who_learns_the_code_later_gain_nothing(
-    gateway,
-) -> None:
+def test_l18_a_replay_and_a_listener_who_learns_the_code_later_gain_nothing(gateway) -> None:
     code = show_code(gateway)
-    side = WorkerSide(code, "fake-a")
-    answer = PairingAnswer.model_validate_json(begin(gateway, side).content)
-    proof = side.keys(answer).worker_proof
-    sealed = SealedMembership.model_validate_json(finish(gateway, answer, proof).content)
-    assert status_and_code(finish(gateway, answer, proof)) == (409, "pairing_closed")
+    exchange = begun(gateway, code)
+    proof = exchange.keys.worker_proof
+    sealed = finish(gateway, proof).json()["sealed"]
+    token = unseal(sealed, exchange.keys.sealing).token
+    assert finish(gateway, proof).status_code == 403
     show_code(gateway)
-    again = PairingAnswer.model_validate_json(begin(gateway, side).content)
-    assert status_and_code(finish(gateway, again, proof)) == (403, "pairing_refused")
-    listener = WorkerSide(code, "fake-a")
+    again = begin(gateway, exchange.side.message)
+    assert again.json()["message"] != exchange.answer.message
+    assert finish(gateway, proof).status_code == 403, "a replayed exchange lacks its proof"
+    listener = PairingSide(code)
+    keys = listener.keys(exchange.answer.message, "fake-a")
     with pytest.raises(PairingWrong):
-        listener.keys(answer)
-    told = json.dumps([one.model_dump() for one in (side.request, answer, sealed)])
+        unseal(sealed, keys.sealing)
+    told = f"{exchange.side.message} {exchange.answer} {proof} {sealed}"
     assert code not in told
-    assert "token" not in told
+    assert token not in told
+    assert token.encode().hex() not in told
+
+
+def test_a_join_token_may_begin_as_those_of_paired_workers_do(make_gateway, worker) -> None:
+    gateway = make_gateway(join_token=SecretStr("paired-macs"))
+    assert heartbeat(gateway, worker, "paired-macs", "fake-b").status_code == 422, "it is let in"
+    assert heartbeat(gateway, worker, "paired-others").status_code == 401
 
 
 def test_a_live_worker_keeps_its_id_when_another_pairs_under_it(gateway, worker) -> None:
@@ -126,7 +131,7 @@ def test_a_live_worker_keeps_its_id_when_another_pairs_under_it(gateway, worker)
 
 def test_a_message_of_another_form_is_refused_by_its_field_and_costs_no_code(gateway) -> None:
     code = show_code(gateway)
-    good = WorkerSide(code, "fake-a").request.model_dump()
+    good = {"name": "fake-a", "message": PairingSide(code).message}
     for change, param in (
         ({"name": "../x"}, "name"),
         ({"name": "x" * 65}, "name"),
@@ -135,14 +140,12 @@ def test_a_message_of_another_form_is_refused_by_its_field_and_costs_no_code(gat
         ({"message": "0" * 68}, "message"),
         ({"more": 1}, "more"),
     ):
-        response = gateway.client.post(EXCHANGES, json={**good, **change})
+        response = gateway.client.post(EXCHANGE, json={**good, **change})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    large = gateway.client.post(EXCHANGES, content=b" " * 5000)
-    assert large.status_code == 413
-    page = gateway.client.post(EXCHANGES, json=good, headers={"sec-fetch-site": "cross-site"})
+    assert gateway.client.post(EXCHANGE, content=b" " * 5000).status_code == 413
+    page = gateway.client.post(EXCHANGE, json=good, headers={"sec-fetch-site": "cross-site"})
     assert page.status_code == 403
-    for number in ("x", "0" * 33):
-        assert gateway.client.put(f"{EXCHANGES}/{number}", json={"proof": "0" * 64}).is_error
+    assert [finish(gateway, proof).status_code for proof in ("x", "0" * 65)] == [400, 400]
     assert gateway.client.post(f"{PAIRING_PATH}/code").status_code == 401
     assert gateway.client.delete(f"{PAIRING_PATH}/workers/fake-a").status_code == 401
     assert pair(gateway, code).worker_id == "fake-a"
@@ -151,25 +154,24 @@ def test_a_message_of_another_form_is_refused_by_its_field_and_costs_no_code(gat
 @pytest.mark.parametrize("message", ["41" + "00" * 32, "42" + "ff" * 32, ORDER_2, "41" + "02" * 32])
 def test_a_message_that_is_no_point_of_the_group_is_refused(gateway, message) -> None:
     show_code(gateway)
-    response = gateway.client.post(EXCHANGES, json={"name": "fake-a", "message": message})
-    assert status_and_code(response) == (403, "pairing_refused")
+    assert status_and_code(begin(gateway, message)) == (403, "pairing_refused")
 
 
 def test_each_gateway_of_a_fleet_answers_each_message(make_cluster_gateway, redis, worker) -> None:
     first, second = make_cluster_gateway(), make_cluster_gateway()
     code = show_code(first)
-    stored = [redis.client.get(key) for key in redis.client.keys("paceline:{pairing}:*")]
+    stored = [redis.client.get(key) for key in redis.client.keys("*:kept:*:*")]
     assert stored
     assert code not in str(stored), "it is sealed"
     token = pair(second, code, at=first).token
-    assert begin(first, WorkerSide(code, "fake-b")).status_code == 409
+    assert begin(first, PairingSide(code).message).status_code == 403
     assert heartbeat(first, worker, token).status_code == 200
     wait_until(lambda: heartbeat(second, worker, token).status_code == 200)
     assert second.admin.delete(f"{PAIRING_PATH}/workers/fake-a").status_code == 204
     wait_until(lambda: heartbeat(first, worker, token).status_code == 401)
-    guess = WorkerSide(wrong(show_code(first)), "fake-a")
-    assert begin(second, guess).status_code == 200
-    assert begin(first, guess).status_code == 429, "all gateways know who has guessed"
+    begun(second, wrong(show_code(first)))
+    refused = begin(first, PairingSide(show_code(second)).message)
+    assert "in a minute" in refused.json()["error"]["message"], "all know who has guessed"
 
 
 def test_a_gateway_announces_its_address_version_and_fleet_and_no_secret(
@@ -177,13 +179,13 @@ def test_a_gateway_announces_its_address_version_and_fleet_and_no_secret(
 ) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr("gateway.server.is_loopback", lambda _: False)
-    monkeypatch.setattr(announcement, "_register", lambda *given: made.append(given))
+    monkeypatch.setattr(announcements, "register", lambda *given: made.append(given))
     gateway = make_gateway()
     make_gateway(announce=False)
     wait_until(lambda: bool(made))
     ((host, port, fleet),) = made
     assert (host, f":{port}" in gateway.url) == ("127.0.0.1", True)
-    info = Announcement.of(host, port, fleet).info
+    info = announcement(host, port, fleet)
     found = read_announcement(info)
     assert found is not None
     assert (found.url, found.fleet) == (gateway.url, fleet)
@@ -195,7 +197,7 @@ def test_a_gateway_announces_its_address_version_and_fleet_and_no_secret(
 
 def test_a_gateway_on_loopback_announces_nothing(make_gateway, monkeypatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(announcement, "_register", lambda *given: made.append(given))
+    monkeypatch.setattr(announcements, "register", lambda *given: made.append(given))
     make_gateway()
     assert made == []
 
@@ -216,7 +218,8 @@ def test_a_search_finds_a_gateway_that_is_announced_on_its_interfaces() -> None:
     """On loopback, which needs no network; other gateways of this machine may answer there."""
     only, port = ["127.0.0.1"], free_port()
     fleet = f"fleet of {port}"
-    announced = Announcement.of("127.0.0.1", port, fleet)._replace(interfaces=only).register()
+    announced = register("127.0.0.1", port, fleet)
+    assert announced is not None
     try:
         found = find_gateways(only, lambda one: one.fleet == fleet)
     finally:
@@ -227,11 +230,11 @@ def test_a_search_finds_a_gateway_that_is_announced_on_its_interfaces() -> None:
 def test_a_network_that_permits_no_announcement_costs_one_line(
     make_gateway, monkeypatch, log_capture
 ) -> None:
-    def fail(_: Announcement) -> None:
+    def fail(*_: object) -> None:
         raise OSError("no multicast")
 
     monkeypatch.setattr("gateway.server.is_loopback", lambda _: False)
-    monkeypatch.setattr(Announcement, "register", fail)
+    monkeypatch.setattr(announcements, "Zeroconf", fail)
     gateway = make_gateway()
     wait_until(lambda: "gateway.unannounced" in "".join(log_capture.texts))
     assert gateway.client.get("/livez").status_code == 200

@@ -114,7 +114,7 @@ async def test_a_draining_worker_finishes_running_requests_and_rejects_new_ones(
         report = (await client.get("/v1/status")).json()["report"]
         gate.set()
         finished = await running
-        await worker.traffic.wait_idle()
+        await worker.traffic.idle.wait()
     assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
     assert unready.status_code == 503
     assert (report["ready"], report["draining"]) == (False, True)

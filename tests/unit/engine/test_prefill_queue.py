@@ -43,7 +43,7 @@ def test_a_short_prompt_overtakes_a_long_one_at_once() -> None:
 
 
 def test_the_long_prompt_moves_however_many_short_ones_come() -> None:
-    queue = Queue(long=1000)
+    queue = Queue(long=10_000)
     counts: Counter[str] = Counter()
     for _ in range(10 * (MAX_OVERTAKES + 2)):  # one of them has waited longer than the long one
         if len(queue.of("a")) == 1:

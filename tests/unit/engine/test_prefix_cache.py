@@ -268,6 +268,30 @@ def test_nodes_are_written_ahead_one_after_another(tmp_path, monkeypatch) -> Non
     cache.close()
 
 
+def test_what_was_used_least_recently_is_evicted_first() -> None:
+    cache = Cache()
+    for first in range(3):
+        cache.keep(A + 10 * first)
+        cache.name_turn(SCOPE, A + 10 * first, f"turn {first}")
+    node = next(cache._nodes())
+    cache.evict_to(cache.size_bytes - node.size_bytes)
+    assert (cache.keys, cache.evicted_keys) == (("turn 2", "turn 1"), ("turn 0",))
+    cache.evict_to(0)
+    assert (cache.size_bytes, cache.keys) == (0, ())
+    assert cache.evicted_keys == ("turn 2", "turn 1", "turn 0")
+
+
+def test_texts_to_draft_from_are_others_of_the_scope_and_bounded_together(monkeypatch) -> None:
+    monkeypatch.setattr("workers.engine.prefix.cache._OTHER_TOKENS", len(A) + 5)
+    cache = Cache()
+    texts = [A + 10 * first for first in range(4)]
+    for text in texts:
+        cache.keep(text)
+    found = cache.other_texts(SCOPE, texts[3])
+    assert [text.tolist() for text in found] == [texts[1][:5].tolist(), texts[2].tolist()]
+    assert cache.other_texts("other", texts[3]) == []
+
+
 def test_a_row_starts_anywhere_only_if_no_part_has_an_end_of_its_own() -> None:
     layers = [layer_of([1])]
     assert RowState(layers, []).cuttable

@@ -1,6 +1,7 @@
 """Deltas of an answer: the first and the last are sent at once, and no text is lost."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,7 +12,7 @@ from paceline.protocol import DraftSource
 from paceline.request.profile import Sampling
 from workers.engine.decode.row import DELTA_INTERVAL_S, EventSink, Row
 from workers.engine.text.detokenizer import TextStream
-from workers.engine.text.grammar import Matcher
+from workers.engine.text.grammar import Matcher, TokenRules
 from workers.engine.text.reasoning import MarkedReasoning, Reasoning
 from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import (
@@ -192,6 +193,14 @@ def test_what_a_grammar_forces_leaves_room_for_the_token_after_it() -> None:
     assert not row.forced_tokens()
 
 
+def test_no_rule_holds_once_the_answer_has_its_least_tokens() -> None:
+    row, _ = recorded_row()
+    row.generation = replace(row.generation, min_tokens=2)
+    assert row.token_rules(0) == TokenRules(None, None, 2, row.ends)
+    row.append_tokens([*b"ab"], now_s=0)
+    assert row.token_rules(0) is None
+
+
 def test_a_replay_changes_nothing_but_the_tokens_that_the_caches_hold() -> None:
     row, deltas = recorded_row()
     for number, byte in enumerate(b"abcd"):
@@ -211,6 +220,24 @@ SWITCH = 1
 """A token that switches between reasoning and answer."""
 
 
+def reasoning_row(**options: bool) -> tuple[Row, list[Delta]]:
+    """Return a row of bytes whose reasoning is apart, and a list that gets its deltas."""
+    row, deltas = recorded_row(**options)
+    row.text = TextStream(decode_bytes, strip=True)
+    state = MarkedReasoning(
+        begin_mark=SWITCH, end_mark=SWITCH, closing=(SWITCH,), label=(), repeats=True,
+        is_blank=lambda _: False,
+    )  # fmt: skip
+    row.reasoning = Reasoning(state, TextStream(decode_bytes, strip=True))
+    return row, deltas
+
+
+def test_a_character_that_a_mark_cuts_comes_before_the_text_behind_the_mark() -> None:
+    row, deltas = reasoning_row()
+    row.append_tokens([*b"a", SWITCH, *b"b\xc3", SWITCH, *b"c", SWITCH, *b"d", END], now_s=0)
+    assert "".join(delta.reasoning + delta.text for delta in deltas) == "ab\ufffdcd"
+
+
 @given(
     parts=st.lists(st.text(alphabet="ab\u00fc \U0001f642", max_size=6), max_size=6),
     steps=st.lists(st.integers(1, 4), min_size=100, max_size=100),
@@ -220,13 +247,7 @@ def test_reasoning_and_answer_keep_their_order(parts: list[str], steps: list[int
 
     White space before the first reasoning and the first answer is left out.
     """
-    row, deltas = recorded_row(token_sources=True)
-    row.text = TextStream(decode_bytes, strip=True)
-    state = MarkedReasoning(
-        begin_mark=SWITCH, end_mark=SWITCH, closing=(SWITCH,), label=(), repeats=True,
-        is_blank=lambda _: False,
-    )  # fmt: skip
-    row.reasoning = Reasoning(state, TextStream(decode_bytes, strip=True))
+    row, deltas = reasoning_row(token_sources=True)
     tokens = [*bytes([SWITCH]).join(part.encode() for part in parts), END]
     row.max_tokens = len(tokens) + 1
     now_s = 0.0

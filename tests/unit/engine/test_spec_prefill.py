@@ -38,6 +38,14 @@ def test_a_token_with_a_high_score_is_selected_with_adjacent_tokens(at: int, see
     assert {max(at - 2, 0), at, at + 2} <= set(select(scores, 0.1))
 
 
+def test_a_score_at_the_beginning_is_averaged_over_fewer_tokens() -> None:
+    scores = np.zeros(200, dtype=np.float32)
+    scores[1], scores[100] = 1.0, 1.1
+    selected = set(select(scores, 0.2))
+    assert set(range(CHUNK_TOKENS)) <= selected
+    assert 100 not in selected
+
+
 @given(st.integers(64, 3000), st.integers(0, 99), SHARES, SHARES)
 def test_a_larger_share_contains_the_smaller_selection(count, seed, first, second) -> None:
     scores = random_scores(count, seed)

@@ -13,6 +13,7 @@ from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView
 from gateway.state.counters import MAX_WORKERS
 from paceline.protocol import MAX_SOURCES, WorkerReport
+from paceline.request.profile import Bypass
 from policies.sections import Pool
 from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scheduler_harness import worker_report
@@ -291,6 +292,19 @@ def test_a_report_of_another_boot_changes_nothing(fleet: Fleet) -> None:
     fleet.heartbeat(report())
     fleet.update_report(report("0", ready=False))
     assert fleet.ids == ["mac"]
+
+
+def test_the_next_view_tells_why_no_worker_of_a_model_speculates_any_more(fleet: Fleet) -> None:
+    for changes, bypass, capable in (
+        ({}, (), True),
+        ({"head_healthy": False}, (Bypass.HEAD_UNHEALTHY,), False),
+        ({"mtp_enabled": False}, (Bypass.NO_MTP_WORKER,), False),
+        ({}, (), True),
+    ):
+        fleet.heartbeat(report(lanes=[lane_report("text-mtp", **changes), lane_report("vlm")]))
+        view = fleet.view()
+        assert (view.bypass["demo"], view.lanes["demo", "text-mtp"].capable) == (bypass, capable)
+        assert view.lanes["demo", "vlm"].capable
 
 
 def test_a_view_is_taken_anew_if_other_workers_are_available_and_else_updated(fleet) -> None:

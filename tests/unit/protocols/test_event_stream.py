@@ -107,6 +107,14 @@ def test_lines_without_data_precede_no_text_unless_they_are_a_comment(lines: byt
     assert scan(lines + comment + lines + first)[0] == comment + first
 
 
+def test_l11_comments_that_come_together_cause_one_event_of_a_format_that_adds_one() -> None:
+    """In Responses it is the whole response, which an engine would multiply by five bytes each."""
+    added, comment = b"data: {}\n\n", b": x\n\n"
+    scanner = StreamScanner(scanner_of().encoder, lambda one: one + added)
+    for piece in (comment, comment * 3):
+        assert scanner.feed(piece) == piece.replace(comment, comment + added, 1)
+
+
 def test_a_histogram_may_have_every_position_that_a_worker_can_draft() -> None:
     by_accepted = tuple(range(MAX_DRAFT_TOKENS + 1))
     usage = json.loads(usage_chunk().removeprefix(b"data: "))

@@ -251,9 +251,7 @@ def _least_scores(logits: mx.array, samplings: Sequence[Sampling], count: int) -
 
 
 def _floor(largest: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Return the least score that min_p leaves: [rows, L, 1], as the largest scores are."""
-    if not any(one.min_p > 0 for one in samplings):
-        return mx.full(largest.shape, -mx.inf)
+    """Return the least score that min_p leaves, -inf for 0: [rows, L, 1], as the largest are."""
     return largest + mx.log(mx.array([one.min_p for one in samplings])[:, None, None])
 
 
