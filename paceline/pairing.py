@@ -1,4 +1,4 @@
-"""Pairing of a worker with a gateway by a short code: the exchange, and what the worker keeps.
+"""Pairing of a worker with a gateway by a short code: the exchange and its result.
 
 Both sides run SPAKE2 over Ed25519 with the code as password. So a listener learns nothing, and
 whoever does not know the code can check one guess an exchange, which costs the code. Each side then
@@ -24,7 +24,7 @@ from paceline.private_files import check_private
 
 PAIRING_PATH = "/admin/v1/pairing"
 ALPHABET = "ABCDEFGHJKMNPQRSTVWXYZ"
-"""Letters of codes, without those that look like others."""
+"""Letters of codes, without similar ones."""
 CODE_CHARS = 8
 CODE_VALID_S = 120.0
 TOKEN_PREFIX = "paired-"  # noqa: S105  # of all tokens of paired workers
@@ -57,17 +57,17 @@ class PairingAnswer(BaseModel):
 
 
 class Pairing(BaseModel):
-    """What a paired worker keeps; gateway and worker call each other with its token."""
+    """The record of a paired worker; gateway and worker call each other with its token."""
 
     gateway_url: str = ""
     worker_id: WorkerId
     token: str = Field(pattern=r"^[!-~]{1,200}$")
     nodes_key: Key
-    """By which workers of one fleet exchange nodes of the prefix cache."""
+    """The key for the exchange of prefix-cache nodes between workers of one fleet."""
 
 
 class PairingWrong(Exception):
-    """The other side does not know the code, or sent what no side sends."""
+    """The other side does not know the code, or sent an invalid message."""
 
 
 class SessionKeys(NamedTuple):
@@ -89,7 +89,7 @@ class PairingSide:
         self.message: str = self._side.start().hex()
 
     def keys(self, message: str, name: str) -> SessionKeys:
-        """Return the keys, given what the other side sent; raise `PairingWrong`."""
+        """Return the keys, given the other side's message; raise `PairingWrong`."""
         from spake2 import SPAKEError  # noqa: PLC0415  # as above
         from spake2.ed25519_basic import NotOnCurve  # noqa: PLC0415  # as above
 
@@ -102,13 +102,13 @@ class PairingSide:
 
 
 def seal(pairing: Pairing, key: str) -> str:
-    """Encrypt what the worker keeps."""
+    """Encrypt the worker's record."""
     text = pairing.model_dump_json().encode()
     return AESGCM(bytes.fromhex(key)).encrypt(_NONCE, text, None).hex()
 
 
 def unseal(sealed: str, key: str) -> Pairing:
-    """Decrypt what the gateway sent; raise `PairingWrong`."""
+    """Decrypt the gateway's message; raise `PairingWrong`."""
     try:
         text = AESGCM(bytes.fromhex(key)).decrypt(_NONCE, bytes.fromhex(sealed), None)
         return Pairing.model_validate_json(text)
@@ -130,7 +130,7 @@ def read_code(text: str) -> str:
 
 
 PAIRINGS = TypeAdapter(tuple[Pairing, ...])
-"""What a Mac keeps, in one file: one for each of its workers and their gateway."""
+"""The pairings of a Mac, in one file: one for each of its workers and their gateway."""
 
 
 def pairings_file(state_dir: Path) -> Path:

@@ -29,14 +29,14 @@ class PairingCode(TypedDict):
 
 
 class SealedPairing(TypedDict):
-    """What a paired worker keeps, for the worker only."""
+    """The record of a paired worker, for the worker only."""
 
     sealed: str
 
 
 @router.post("/code", status_code=201, responses=failures(*FOR_ADMINS, *STORED))
 async def show_code(gateway: CurrentGateway) -> PairingCode:
-    """Show a new pairing code, with which one Mac may join; the last one ends."""
+    """Show a new pairing code for one Mac; the last code ends."""
     return {"code": await gateway.pairing_codes.show(), "valid_s": CODE_VALID_S}
 
 

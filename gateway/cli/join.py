@@ -55,7 +55,7 @@ def run(*, arguments: Sequence[str], worker_id: str | None) -> int:
 
 
 def _url_of(address: str) -> str:
-    """Return the base URL of an address, which may have no scheme and no port."""
+    """Return the base URL of an address, which may lack its scheme and port."""
     url = address.rstrip("/")
     if "://" not in url:
         port = "" if url.rpartition(":")[2].isdecimal() else f":{_DEFAULT_PORT}"
@@ -118,7 +118,7 @@ def _pair(gateway: Gateway, name: str) -> str:
 
 
 def _exchange(gateway: Gateway, name: str, side: PairingSide) -> Pairing:
-    """Return what the gateway gives; raise `PairingWrong` unless it knows the code."""
+    """Return the gateway's result; raise `PairingWrong` unless it knows the code."""
     path = f"{PAIRING_PATH}/exchange"
     request = {"name": name, "message": side.message}
     answer = PairingAnswer.model_validate(gateway.read("POST", path, json=request))

@@ -42,14 +42,14 @@ def run(dist: Path | None) -> int:
     if failed:
         if keeper is not None:
             _call(paceline, "service", "restart")
-        raise CommandError(f"The upgrade from {before} has failed; {back} goes back to it.")
+        raise CommandError(f"The upgrade from {before} has failed; {back} restores it.")
     _call(paceline, "--version", quiet=False)
-    click.echo(f"It was {before}; {back} goes back to it.")
+    click.echo(f"The previous version was {before}; {back} restores it.")
     return 0
 
 
 def _install_command(dist: Path | None) -> tuple[list[str], Path | None]:
-    """Return what installs the other version, and the folder that this one came from."""
+    """Return the installer of the other version, and the folder of this one."""
     prefix = Path(sys.prefix)
     if clone() is not None:
         raise CommandError("This is a clone: run `git pull`, then `scripts/setup worker`.")

@@ -64,8 +64,8 @@ class Settings(BaseSettings):
     allowed_origins: Annotated[tuple[Origin, ...], NoDecode] = Field(default=(), max_length=64)
     """Origins of web pages that may use the data plane in a browser, such as https://example.com."""
     announce: bool = True
-    """Announce the gateway on the local network, so that `paceline join` finds it; never one that
-    listens on loopback only."""
+    """Announce the gateway on the local network, so that `paceline join` finds it, unless it
+    listens only on loopback."""
     policy: Path | None = None
     """The policy file; None starts with the shipped policy."""
     state_dir: Path = Path("~/.paceline")

@@ -73,7 +73,7 @@ def register(host: str, port: int, fleet_id: str) -> Zeroconf | None:
 
 
 def announcement(host: str, port: int, fleet_id: str) -> ServiceInfo:
-    """Return what a gateway announces; raise `OSError` for a host without an address."""
+    """Return the announcement of a gateway; raise `OSError` for a host without an address."""
     reached = urlsplit(network_url(host, port)).hostname or host
     found = socket.getaddrinfo(reached, port, type=socket.SOCK_STREAM)
     name = f"{name_of_host(socket.gethostname()) or 'gateway'}-{port}"
@@ -94,7 +94,7 @@ def find_gateways(
 ) -> list[FoundGateway]:
     """Return the gateways that answer within seconds; raise `OSError` or `Error`.
 
-    The search ends early with `_MAX_FOUND` of them, or with one that is the last.
+    The search ends early with `_MAX_FOUND` of them, or with the last one.
     """
     found: dict[str, FoundGateway] = {}
     done = threading.Event()
@@ -114,7 +114,7 @@ def find_gateways(
 
 
 def read_announcement(info: ServiceInfo) -> FoundGateway | None:
-    """Return what an announcement says, for a terminal; None without an address."""
+    """Return the content of an announcement, for a terminal; None without an address."""
     addresses = sorted(info.parsed_addresses(), key=lambda address: ":" in address)
     if not addresses or not info.port:
         return None

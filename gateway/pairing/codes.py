@@ -73,7 +73,7 @@ class PairingCodes:
         return PairingAnswer(message=side.message, proof=keys.gateway_proof)
 
     async def finish(self, proof: str) -> str:
-        """Pair the worker that has proved the code, and return what it keeps, sealed.
+        """Pair the worker that has proved the code, and return its sealed record.
 
         Raise `PairingRefused`.
         """

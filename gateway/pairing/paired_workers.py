@@ -52,7 +52,7 @@ class PairedWorker(BaseModel):
     address: str
     """At which it paired."""
     number: str
-    """From which its token is derived."""
+    """The secret that its token is derived from."""
 
 
 class _Seen(BaseModel):

@@ -295,7 +295,7 @@ class StreamScanner:
         return b"data: " + to_json(frame, inf_nan_mode="null") + b"\n\n" if changed else event
 
     def _pause(self, event: bytes) -> bytes:
-        """Return what the client gets of an event without data.
+        """Return the client's bytes for an event without data.
 
         What a format adds to a comment may be a whole response: once for all that came together.
         """

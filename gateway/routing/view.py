@@ -60,7 +60,7 @@ class LaneView:
     can_draft: bool = False
     """Whether it drafts, and its MTP head, if it has one, is healthy."""
     capable: bool = True
-    """Whether it does what its name says: a speculative one can draft."""
+    """Whether it is usable as named: a speculative one can draft."""
 
     @property
     def has_free_slot(self) -> bool:
@@ -75,7 +75,7 @@ class LaneGroup(NamedTuple):
     positions: Mapping[str, int] | None = None
     """The index of each worker, by id; None for a selection or union of such groups."""
     capable: bool = True
-    """Whether one of the lanes does what its name says, as far as is known."""
+    """Whether one of the lanes is usable as named, as far as is known."""
 
 
 NO_MODELS: Mapping[str, ModelView] = MappingProxyType({})

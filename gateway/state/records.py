@@ -131,7 +131,7 @@ class RecordReader(Generic[Value]):
 
 
 def as_model(model: type[Model]) -> Callable[[str, str], Model]:
-    """Return what parses records of any name as this model."""
+    """Return a parser of records of any name as this model."""
     return lambda _, text: model.model_validate_json(text)
 
 

@@ -102,7 +102,7 @@ _OUTLINES_ON: Mapping[Wire, Mapping[str, Any]] = {
         "tools": {"type": ["array", "null"]},
     },
 }
-"""Those that differ on a wire."""
+"""Schemas that differ on a wire."""
 _REQUIRED = {Wire.RESPONSES: ["model"]}
 
 

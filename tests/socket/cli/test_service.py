@@ -282,7 +282,7 @@ def test_an_upgrade_drains_replaces_restarts_and_names_the_way_back(
     linux.calls()
     assert main(["upgrade", str(linux.home / "new")]) == 0
     assert linux.calls() == [STOPPED, "install from new ", *RESTARTED, "paceline --version"]
-    assert f"`sh {installed}/install.sh` goes back to it." in capsys.readouterr().out
+    assert f"`sh {installed}/install.sh` restores it." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_a_version_that_does_not_start_or_install_is_told_and_the_service_is_not
     linux.run("install", "gateway")
     linux.calls()
     monkeypatch.setenv(broken, "1")
-    with pytest.raises(SystemExit, match=f"has failed; `sh {installed}/install.sh` goes back"):
+    with pytest.raises(SystemExit, match=f"has failed; `sh {installed}/install.sh` restores"):
         main(["upgrade"])
     assert linux.calls() == [STOPPED, "install from old ", *calls]
 
