@@ -22,7 +22,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         try:
-            output, problems = process.communicate(timeout=200)
+            output, problems = process.communicate(timeout=700)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGABRT)
             pytest.fail(process.communicate()[1])
@@ -33,7 +33,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, str]:
     """Return the report of a whole run, read from its file, and the text on the terminal."""
     file = tmp_path_factory.mktemp("doctor") / "report.json"
-    process = doctor("--seconds", "120", "--json", str(file))
+    process = doctor("--seconds", "600", "--json", str(file))
     assert process.returncode == 0, process.stderr
     assert str(file) in process.stdout
     return Report.model_validate_json(file.read_text()), process.stdout

@@ -85,7 +85,7 @@ def test_rows_of_both_lanes_share_batches_and_the_device_always_has_a_step(
     make_lanes, submit, first, second, batches
 ) -> None:
     """Once the costs are known, one step in 32 is read while the device computes none."""
-    lanes = make_lanes(eos=frozenset())
+    lanes = make_lanes(eos=frozenset(), clock=itertools.count().__next__)
     for _ in range(2):
         rows = [
             submit(lane, prompt, max_tokens=120, **options)

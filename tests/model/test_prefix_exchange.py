@@ -1,6 +1,7 @@
 """A conversation goes on at another worker: its nodes travel, checked, or the worker reads them."""
 
 import asyncio
+import hmac
 import json
 import threading
 import time
@@ -520,6 +521,9 @@ async def test_a_question_needs_a_code_of_its_body() -> None:
         peers = PrefixPeers(SecretStr(TOKEN))
         right = peers.key.credentials("0" * 32, b"{}")
         other = PrefixPeers(SecretStr("other")).key.credentials("0" * 32, b"{}")
+        nodes_key = hmac.digest(TOKEN.encode(), b"paceline prefix nodes", "sha256").hex()
+        paired = PrefixPeers(SecretStr("its own"), nodes_key)
+        assert paired.key.credentials("0" * 32, b"{}") == right
         for authorization, body, status in (
             (right, b"{}", 400),
             (right, b"[]", 401),

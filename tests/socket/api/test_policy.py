@@ -234,7 +234,7 @@ def test_f47_an_edit_requires_the_etag_of_the_current_version(admin, method, pat
     for stale in (first, '"nonsense"', "", f"W/{admin.etag()}"):
         response = admin.edit(method, body, path, if_match=stale)
         assert status_and_code(response) == (412, "version_conflict")
-        assert "version 2, by admin" in response.json()["error"]["message"]
+        assert "version 2 by admin is now active" in response.json()["error"]["message"]
     for current in (admin.etag(), admin.etag().strip('"'), f'"x", {admin.etag()}', "*"):
         fresh = current if current == "*" else admin.etag()
         assert admin.edit(method, body, path, if_match=fresh).status_code == 200

@@ -4,6 +4,7 @@ import io
 import os
 import socket
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,14 @@ def test_without_an_address_it_lists_the_gateways_that_it_finds(
         with pytest.raises(SystemExit, match=problem):
             main(["join"])
     assert "mini" in capsys.readouterr().out
+    enter("3")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["join"]) == 130, "there is no third one, and no other answer"
+    elsewhere = found[0]._replace(url="http://127.0.0.1:1")
+    monkeypatch.setattr(join, "find_gateways", lambda: [elsewhere, found[1]])
+    enter(f"2\n{show_code(gateway)}")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert became("--id", "mini") == ("--join", gateway.url, "--id", "mini")
     monkeypatch.setattr(join, "find_gateways", lambda: found[:1])
     enter(show_code(gateway))
     assert became("--id", "studio", "--rows", "2")[:4] == ("--join", gateway.url, "--id", "studio")

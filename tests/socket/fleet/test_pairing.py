@@ -1,5 +1,6 @@
 """Pairing: codes, guesses, listeners, replays, and the token of a paired worker."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -172,6 +173,14 @@ def test_each_gateway_of_a_fleet_answers_each_message(make_cluster_gateway, redi
     begun(second, wrong(show_code(first)))
     refused = begin(first, PairingSide(show_code(second)).message)
     assert "in a minute" in refused.json()["error"]["message"], "all know who has guessed"
+
+
+def test_of_many_who_try_one_code_at_once_one_has_it(make_cluster_gateway) -> None:
+    gateways = [make_cluster_gateway(), make_cluster_gateway()]
+    message = PairingSide(show_code(gateways[0])).message
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(begin, gateways[number % 2], message) for number in range(8)]
+    assert sorted(one.result().status_code for one in asked) == [200] + [403] * 7
 
 
 def test_a_gateway_announces_its_address_version_and_fleet_and_no_secret(
