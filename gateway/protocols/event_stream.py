@@ -425,9 +425,6 @@ class AnswerReader:
         return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
 
 
-read_usage = AnswerReader.usage
-
-
 def _details_of(usage: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     details = usage.get(f"{part}_tokens_details")
     return details if isinstance(details, dict) else {}

@@ -13,7 +13,7 @@ from gateway.protocols.base import (
     objects_in,
     text_in,
 )
-from gateway.protocols.event_stream import read_usage
+from gateway.protocols.event_stream import AnswerReader
 from gateway.protocols.messages.request import MessagesChat
 from gateway.types import UNUSED, Json
 
@@ -80,7 +80,7 @@ def metrics_of(frame: Mapping[str, Any], chat: MessagesChat) -> Json:
 
 def _usage_of(answer: Mapping[str, Any], breakpoint_in: str) -> Json:
     """Return the usage; Anthropic counts tokens from a cache apart, and those to a breakpoint."""
-    usage = read_usage(answer) or UNUSED
+    usage = AnswerReader.usage(answer) or UNUSED
     end = {"system": usage.system_tokens, "messages": usage.prompt_tokens}.get(breakpoint_in, 0)
     read, to_end = (max(one - usage.cached_tokens, 0) for one in (usage.prompt_tokens, end))
     written = min(usage.written_tokens, read, to_end)

@@ -17,7 +17,7 @@ from gateway.protocols.base import (
     objects_in,
     text_in,
 )
-from gateway.protocols.event_stream import read_usage
+from gateway.protocols.event_stream import AnswerReader
 from gateway.protocols.responses.items import ITEMS
 from gateway.protocols.responses.request import UNNAMED, ResponsesRequest
 from gateway.protocols.responses.tools import custom_input
@@ -431,7 +431,7 @@ def _whole(given: Any, kind: str) -> Any:
 
 
 def _usage_of(frame: Mapping[str, Any]) -> Json | None:
-    usage = read_usage(frame)
+    usage = AnswerReader.usage(frame)
     if usage is None:
         return None
     return {
