@@ -123,6 +123,7 @@ async def test_the_api_reference_is_accessible_and_reads_no_key_that_another_pag
     for width in (1280, 375):
         await page.set_viewport_size({"width": width, "height": 800})
         await page.emulate_media(color_scheme="dark" if width == 375 else "light")
+        await expect(page.locator("html.dark-mode")).to_have_count(int(width == 375))
         assert await accessibility_problems(page) == []
         assert not await page.locator("html").evaluate(IS_TOO_WIDE)
     await page.get_by_role("link", name="Policy", exact=True).click()

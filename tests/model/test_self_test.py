@@ -18,10 +18,10 @@ class FaultyHead:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
-    def draft(self, hidden: mx.array) -> mx.array:
+    def draft(self, hidden: mx.array, further: mx.array) -> mx.array:
         if self._fault is None:
             raise ValueError("[matmul] shapes (1,64) and (96,64) do not fit")
-        return self._fault(self._head.draft(hidden))
+        return self._fault(self._head.draft(hidden, further))
 
 
 def test_the_head_of_the_demo_is_healthy_and_reports_its_acceptance(

@@ -21,6 +21,7 @@ GATEWAY = Path(__file__).parents[3] / "gateway"
 WALL_CLOCK_READERS = {
     "http/upstream.py": "parses dates of Retry-After",
     "assembly.py": "needs calendar dates: a key's expiry, the day of a limit, the week",
+    "cli/backup.py": "writes the date of a backup",
     "cli/bench.py": "writes the date of a record",
     "cli/commands.py": "computes an expiry date",
 }

@@ -357,7 +357,7 @@ def test_what_no_engine_takes_is_named_as_the_client_asks_for_it(make_gateway, w
             refused = gateway.client.post(path, json={**body, name: value})
             assert refused.status_code == 400, refused.text
             error = refused.json()["error"]
-            assert "takes" in error["message"]
+            assert "supports" in error["message"]
             assert error.get("param", name) == name
     said = {"role": "assistant", "content": "La", "prefix": True}
     for path, field, mark in MARKED:

@@ -74,7 +74,7 @@ def test_without_workers_any_model_returns_503(gateway: RunningGateway) -> None:
 
 
 def test_an_unknown_path_returns_404_in_openais_error_format(module_gateway) -> None:
-    for path in ("//v1/chat/completions", "/nothing", "/docs/no"):
+    for path in ("//v1/chat/completions", "/nothing", "/no/docs"):
         assert error_of(module_gateway.client.post(path, json=chat_body()))[0] == 404
     slashed = module_gateway.client.post("/v1/chat/completions/", json=chat_body())
     assert error_of(slashed) == (400, "endpoint_not_served", None)
