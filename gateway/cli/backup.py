@@ -51,7 +51,11 @@ def run(file: Path) -> int:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as writer:
             writer.write(_BEGIN + salt + nonce + sealed)
+    except FileExistsError:
+        raise CommandError(f"{file} cannot be written: File exists.") from None
     except OSError as error:
+        with contextlib.suppress(OSError):
+            file.unlink()  # a part of a backup is none
         raise CommandError(f"{file} cannot be written: {error.strerror}.") from None
     click.echo(f"{file} has {len(files)} files of {folder}: {', '.join(files)}.")
     click.echo("Nobody can read it without the passphrase, and nobody can recover that.")

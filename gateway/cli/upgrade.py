@@ -30,7 +30,7 @@ def run(dist: Path | None) -> int:
     if keeper is not None:
         click.echo("The service stops, once its running requests have ended.")
         keeper.stop()
-    failed = subprocess.run(install, check=False).returncode  # noqa: S603  # our own words
+    failed = _call(*install, quiet=False)
     paceline = shutil.which("paceline") or str(Path(sys.prefix, "bin/paceline"))
     if keeper is not None:
         failed = failed or _call(paceline, "service", "restart")
@@ -69,5 +69,9 @@ def _install_command(dist: Path | None) -> tuple[list[str], Path | None]:
 
 
 def _call(*command: str, quiet: bool = True) -> int:
+    """Return the exit code of a command; not 0 either if it is missing or interrupted."""
     output = subprocess.DEVNULL if quiet else None
-    return subprocess.run(command, stdout=output, check=False).returncode  # noqa: S603
+    try:
+        return subprocess.run(command, stdout=output, check=False).returncode  # noqa: S603
+    except (OSError, KeyboardInterrupt):  # the service must not stay stopped
+        return 1

@@ -141,7 +141,7 @@ class PoolingLane:
             numbers = self._model.forward(rows)
             if not np.isfinite(numbers).all():
                 raise FloatingPointError("the model returned a number that is not finite")
-        except Exception:
+        except Exception:  # whatever a model raises ends these jobs; a token shows if it can go on
             logger.exception("pooling.failed rows=%d", len(rows))
             for job in dict.fromkeys(job for job, _ in batch):
                 self._end(job, types.GenerationFailed())

@@ -184,7 +184,7 @@ class Ranks:
         except (ValueError, ValidationError):  # a line that is too long is a ValueError
             self._die(f"{one.name} wrote a line that is no message")
             return
-        except Exception:
+        except Exception:  # whatever a message causes: without its answer the group cannot go on
             log.exception("group.message_failed")
             self._die("a message of an answer could not be read")
             return

@@ -67,6 +67,7 @@ def test_only_a_whole_file_and_its_passphrase_open_a_backup(folder, tmp_path, mo
     assert main(["backup", "a"]) == 0
     assert refusal("backup", "a") == "paceline: a cannot be written: File exists."
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+    assert "cannot be written: No such file" in refusal("backup", "none/a")
 
     sealed = (tmp_path / "a").read_bytes()
     for at in (20, 40, len(sealed) - 1):  # the salt, the nonce, the end

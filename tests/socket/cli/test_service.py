@@ -300,6 +300,17 @@ def test_a_version_that_does_not_start_or_install_is_told_and_the_service_is_not
     assert linux.calls() == [STOPPED, "install from old ", *calls]
 
 
+def test_an_installer_that_is_missing_leaves_no_stopped_service(
+    linux, installed, monkeypatch
+) -> None:
+    linux.run("install", "gateway")
+    linux.calls()
+    monkeypatch.setattr("sys.prefix", str(linux.home / "Cellar/paceline/0.1.0"))
+    with pytest.raises(SystemExit, match="has failed; installing"):
+        main(["upgrade"])
+    assert linux.calls() == [STOPPED, RESTARTED[0]]
+
+
 def test_an_upgrade_names_what_it_needs(linux, installed, monkeypatch) -> None:
     with pytest.raises(SystemExit, match="Name the folder of the other version"):
         main(["upgrade", "none"])
