@@ -122,9 +122,10 @@ class PairedWorkers:
         return True
 
     async def record_sign(self, worker_id: str) -> None:
-        """Record that a paired worker lives, once an hour; without a store, later."""
+        """Record that a paired worker lives, once an hour; without a store, an hour later."""
         last, now = self.seen.get(worker_id), self._now()
         if worker_id in self.by_worker and (last is None or now - last > _SEEN_INTERVAL):
+            self.seen = {**self.seen, worker_id: now}  # no further heartbeat waits for the store
             with contextlib.suppress(RecordsUnwritable):
                 await self._table.replace(worker_id + _SEEN, _Seen(at=now).model_dump_json())
 

@@ -8,6 +8,7 @@ import pytest
 from pydantic import SecretStr
 from zeroconf import ServiceInfo
 
+from gateway.errors import WriteUnconfirmed
 from gateway.pairing import announcement as announcements
 from gateway.pairing.announcement import (
     SERVICE,
@@ -16,6 +17,7 @@ from gateway.pairing.announcement import (
     read_announcement,
     register,
 )
+from gateway.state.records import FileRecords
 from paceline.pairing import CODE_VALID_S, PAIRING_PATH, PairingSide, PairingWrong, unseal
 from tests.support.pairing import EXCHANGE, begin, begun, finish, pair, show_code, wrong
 from tests.support.redis_server import free_port
@@ -247,3 +249,17 @@ def test_a_network_that_permits_no_announcement_costs_one_line(
     gateway = make_gateway()
     wait_until(lambda: "gateway.unannounced" in "".join(log_capture.texts))
     assert gateway.client.get("/livez").status_code == 200
+
+
+def test_one_heartbeat_an_hour_waits_for_a_store_that_fails(gateway, worker, monkeypatch) -> None:
+    token = pair(gateway, show_code(gateway)).token
+    tried = []
+
+    async def fail(_records: object, _kind: str, name: str, _text: str) -> None:
+        tried.append(name)
+        raise WriteUnconfirmed
+
+    monkeypatch.setattr(FileRecords, "replace", fail)
+    for _ in range(3):
+        assert heartbeat(gateway, worker, token).status_code == 200
+    assert tried == ["fake-a/seen"]
