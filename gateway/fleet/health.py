@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -15,7 +16,7 @@ from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_fixed
 
 from gateway.engines.paceline import REPORT_PATH, PacelineWorker
-from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry, is_local
+from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry, is_local, speaks_tls
 from gateway.periodic import SharedRuns
 from gateway.state.shared_counters import CounterStore
 from gateway.strict_json import Pieces, size_of
@@ -48,21 +49,31 @@ TIMEOUTS = (httpx.TimeoutException, TimeoutError)
 class ReportClient:
     """Requests reports from the workers that send heartbeats, within `client`."""
 
-    def __init__(self, backend: PacelineWorker, fleet: WorkerRegistry, store: CounterStore) -> None:
+    def __init__(
+        self,
+        backend: PacelineWorker,
+        fleet: WorkerRegistry,
+        store: CounterStore,
+        fleet_tls: ssl.SSLContext,
+    ) -> None:
         self._authorization_of = backend.authorization_of
+        self._server_name = backend.server_name
         self._fleet = fleet
         self._store = store
         self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
         self.refresh_all = SharedRuns(self._refresh_all)
         """Updates the reports of all live workers, once for all who call at a time."""
-        self.client = httpx.AsyncClient(
-            # Not compressed: a small response could hold a large report.
-            headers={"accept-encoding": "identity"},
-            timeout=CALL_BACK_TIMEOUT_S,
-            # No task reads an idle connection, so the end of one would go unnoticed.
-            limits=httpx.Limits(max_keepalive_connections=0),
-            verify=certificate_authorities(),
-            trust_env=False,
+        self.client, self.paired_client = (
+            httpx.AsyncClient(
+                # Not compressed: a small response could hold a large report.
+                headers={"accept-encoding": "identity"},
+                timeout=CALL_BACK_TIMEOUT_S,
+                # No task reads an idle connection, so the end of one would go unnoticed.
+                limits=httpx.Limits(max_keepalive_connections=0),
+                verify=trusted,
+                trust_env=False,
+            )
+            for trusted in (certificate_authorities(), fleet_tls)
         )
 
     async def call_back(self, worker: WorkerReport) -> str:
@@ -70,6 +81,8 @@ class ReportClient:
 
         The sentence is for the owner of the worker, and for admins.
         """
+        if self._server_name(worker.worker_id) and not speaks_tls(worker):
+            return _PLAIN
         if self._call_backs.locked():  # the worker sends its heartbeat again
             return "The gateway is checking too many workers at once. It will try again."
         async with self._call_backs:
@@ -85,11 +98,17 @@ class ReportClient:
         """Return the status and the body of a worker's check of a request; None without one."""
         url = worker.url + CHECKS + path.removeprefix("/v1")
         headers = {**headers, "content-length": str(size_of(body))}
+        client, named = self._client_of(worker)
         try:
             async with (
                 asyncio.timeout(CHECK_TIMEOUT_S),
-                self.client.stream(
-                    "POST", url, content=_each(body), headers=headers, timeout=CHECK_TIMEOUT_S
+                client.stream(
+                    "POST",
+                    url,
+                    content=_each(body),
+                    headers=headers,
+                    timeout=CHECK_TIMEOUT_S,
+                    extensions=named,
                 ) as response,
             ):
                 return response.status_code, from_json(await read_bounded(response))
@@ -100,13 +119,15 @@ class ReportClient:
     async def delete_prefixes(self, worker: WorkerReport, scopes: Sequence[str]) -> bool:
         """Return whether a worker has deleted its cache of isolation scopes; none: of all."""
         params = {"scope": list(scopes)}
+        client, named = self._client_of(worker)
         try:
             async with asyncio.timeout(DELETION_TIMEOUT_S):
-                response = await self.client.delete(
+                response = await client.delete(
                     worker.url + PREFIX_CACHE_PATH,
                     params=params,
                     headers=self._authorization_of(worker.worker_id),
                     timeout=DELETION_TIMEOUT_S,
+                    extensions=named,
                 )
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             why = type(error).__name__
@@ -166,7 +187,8 @@ class ReportClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = self._authorization_of(worker.worker_id)
-                response, body = await fetch(self.client, "GET", url, headers)
+                client, named = self._client_of(worker)
+                response, body = await fetch(client, "GET", url, headers, extensions=named)
             if (status := response.status_code) != httpx.codes.OK:
                 rejected = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
                 raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")
@@ -182,6 +204,11 @@ class ReportClient:
             raise _NoReport(_problem(error), type(error).__name__) from None
         # It has answered at this URL. It may name another one, which faces another gateway.
         return report.model_copy(update={"url": worker.url})
+
+    def _client_of(self, worker: WorkerReport) -> tuple[httpx.AsyncClient, dict[str, str]]:
+        """Return the client for a worker, and the name that its certificate must have."""
+        name = self._server_name(worker.worker_id)
+        return (self.paired_client, {"sni_hostname": name}) if name else (self.client, {})
 
 
 class _NoReport(Exception):
@@ -209,6 +236,14 @@ _REFUSED = (
 )
 _NO_NAME = "The gateway cannot resolve the worker's name. Start the worker with an IP as --host."
 _OTHER_TOKEN = "The program at the worker's address has another join token."  # noqa: S105
+_PLAIN = (
+    "The worker has a certificate of the fleet, but its address speaks plain HTTP. Update the "
+    "worker, or pair it again: paceline join"
+)
+_NOT_ITS_CERTIFICATE = (
+    "The program at the worker's address does not show the certificate of its pairing, or a clock "
+    "is wrong. Compare the clocks of both Macs, then pair the worker again: paceline join"
+)
 _OTHER_PROGRAM = "The program at the worker's address is not a worker."
 _OTHER_PROCESS = "Another worker, or an earlier run of this one, answers at the worker's address."
 _PROBLEMS = {
@@ -226,6 +261,8 @@ def _problem(error: BaseException) -> str:
     match system_error(error):
         case socket.gaierror():
             return _NO_NAME
+        case ssl.SSLError():
+            return _NOT_ITS_CERTIFICATE
         case OSError(errno=number) if number in _PROBLEMS:
             return _PROBLEMS[number]
     return _OTHER_PROGRAM
@@ -237,6 +274,8 @@ async def fetch(
     url: str,
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
+    *,
+    extensions: dict[str, str] | None = None,
 ) -> tuple[httpx.Response, bytes]:
     """Return a response and the first bytes of its body; ask twice if the connection breaks.
 
@@ -244,7 +283,9 @@ async def fetch(
     """
 
     async def ask() -> tuple[httpx.Response, bytes]:
-        async with client.stream(method, url, headers=headers, content=content) as response:
+        async with client.stream(
+            method, url, headers=headers, content=content, extensions=extensions
+        ) as response:
             return response, await read_bounded(response)
 
     retrying = AsyncRetrying(

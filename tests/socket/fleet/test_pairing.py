@@ -18,7 +18,7 @@ from gateway.pairing.announcement import (
     register,
 )
 from gateway.state.records import FileRecords
-from paceline.pairing import CODE_VALID_S, PAIRING_PATH, PairingSide, PairingWrong, unseal
+from paceline.pairing import CODE_VALID_S, PAIRING_PATH, Pairing, PairingSide, PairingWrong, unseal
 from tests.support.pairing import EXCHANGE, begin, begun, finish, pair, show_code, wrong
 from tests.support.redis_server import free_port
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
@@ -104,7 +104,7 @@ def test_l18_a_replay_and_a_listener_who_learns_the_code_later_gain_nothing(gate
     exchange = begun(gateway, code)
     proof = exchange.keys.worker_proof
     sealed = finish(gateway, proof).json()["sealed"]
-    token = unseal(sealed, exchange.keys.sealing).token
+    token = Pairing.model_validate_json(unseal(sealed, exchange.keys.sealing)).token
     assert finish(gateway, proof).status_code == 403
     show_code(gateway)
     again = begin(gateway, exchange.side.message)
