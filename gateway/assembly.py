@@ -59,8 +59,7 @@ from gateway.state.worker_reports import SharedWorkerReports
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
-from paceline.certificates import tls_context
-from paceline.http import CHECK_S
+from paceline.http import CHECK_S, paired_tls
 from paceline.installation import install_command
 from paceline.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
 from paceline.protocol import KEEPALIVE_S
@@ -136,7 +135,7 @@ class Gateway:
         self.recent_requests, self.documents = RecentRequests(), DocumentReader(memory)
         self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
         self._build_fleet(PacelineWorker(join_token))
-        self.fleet_tls = tls_context()
+        self.fleet_tls = paired_tls()
         paired = records, secret, self.fleet, self.paceline
         self.paired_workers = PairedWorkers(*paired, wall, tls=self.fleet_tls)
         self._build_accounts()
@@ -255,7 +254,6 @@ class Gateway:
                 if part is not None:
                     await stack.enter_async_context(part)
             await stack.enter_async_context(self.control.client)
-            await stack.enter_async_context(self.control.paired_client)
             await stack.enter_async_context(self.engine_watch)
             for work in reversed((self.usage_store.flush, *self.cluster_sync.final_exchanges)):
                 stack.push_async_callback(Job(work=work, period_s=0).run)

@@ -27,6 +27,9 @@ ALPHABET = "ABCDEFGHJKMNPQRSTVWXYZ"
 """Letters of codes, without similar ones."""
 CODE_CHARS = 8
 CODE_VALID_S = 120.0
+CERTIFICATE_LIFE_S = 90 * 86_400.0
+CERTIFICATE_BACKDATED_S = 2 * 86_400.0
+"""A certificate is valid so long before it is made, for machines whose clock is late."""
 TOKEN_PREFIX = "paired-"  # noqa: S105  # of all tokens of paired workers
 _INFO = b"paceline pairing 1 "
 _NONCE = bytes(12)
@@ -116,6 +119,15 @@ class PairingSide:
             raise PairingWrong from None
         keys = HKDF(SHA256(), 128, salt=None, info=_INFO + name.encode()).derive(shared).hex()
         return SessionKeys(*(keys[begin : begin + 64] for begin in range(0, len(keys), 64)))
+
+
+def is_due(until_s: float, now_s: float) -> bool:
+    """Return whether a certificate with this end needs a new one: in the last third of its life.
+
+    So does one that a clock which was far ahead has dated, and which is not valid yet.
+    """
+    left_s = until_s - now_s
+    return not CERTIFICATE_LIFE_S / 3 <= left_s <= CERTIFICATE_LIFE_S + CERTIFICATE_BACKDATED_S
 
 
 def seal(text: str, key: str) -> str:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from pydantic import SecretStr
@@ -26,7 +26,9 @@ from paceline.addresses import WILDCARDS, base_url
 from paceline.http import certificate_authorities, system_error
 from paceline.lifecycle import first_of
 from paceline.protocol import PAIRING_ENDED, PROTOCOL, WorkerReport, speaks
-from workers.identity import WorkerIdentity
+
+if TYPE_CHECKING:
+    from workers.identity import WorkerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -385,14 +387,11 @@ class _Gateway:
     def _report(self) -> WorkerReport:
         """Return the present report, with the address that faces this gateway now."""
         report, port = self._membership.report(), self._membership.port
-        identity, changes = self._membership.identity, dict[str, object]()
         if port is not None:
-            changes["url"] = base_url(source_address(self._address), port)
-        if identity is not None:
-            changes["public_key"] = identity.public_key
-            changes["certificate_until_s"] = identity.until_s
-            changes["url"] = identity.url(str(changes.get("url", report.url)))
-        return report.model_copy(update=changes) if changes else report
+            url = base_url(source_address(self._address), port)
+            report = report.model_copy(update={"url": url})
+        identity = self._membership.identity
+        return identity.named(report) if identity else report
 
     def _log_failure(self, state: RetryCallState) -> None:
         if state.outcome and (error := state.outcome.exception()):

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.certificates import Identity, peer_name, tls_context
+from paceline.certificates import Identity
+from paceline.http import paired_tls
 from paceline.private_files import check_private, make_private, replace_file
+from paceline.protocol import WorkerReport
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ class WorkerIdentity:
             self._identity = Identity.new()
             replace_file(file, self._identity.model_dump_json())
         self.public_key = self._identity.public_key
-        self.server, self.client = tls_context(server=True), tls_context()
+        self.server, self.client = paired_tls(server=True), paired_tls()
         self.certified = asyncio.Event()
         """Set once there is a certificate."""
         self._ended: frozenset[str] = frozenset()
@@ -39,10 +41,10 @@ class WorkerIdentity:
         self.speaks_tls = self.certified.is_set()
         """The port speaks TLS, or will when it opens; a first certificate may come later."""
 
-    @property
-    def until_s(self) -> int:
-        """When the certificate expires, in seconds since 1970; 0 without one."""
-        return self._identity.until_s
+    def named(self, report: WorkerReport) -> WorkerReport:
+        """Return a report of the plain port with the key, and with the URL of the port as it is."""
+        certified = {"public_key": self.public_key, "certificate_until_s": self._identity.until_s}
+        return report.model_copy(update={**certified, "url": self.url(report.url)})
 
     def url(self, address: str) -> str:
         """Return the URL of this worker, given that of a plain port."""
@@ -50,7 +52,8 @@ class WorkerIdentity:
 
     def refuses(self, certificate: Mapping[str, Any] | None) -> bool:
         """Return whether the other side has the certificate of a pairing that has ended."""
-        return peer_name(certificate) in self._ended
+        names = (certificate or {}).get("subjectAltName", ())
+        return any(name in self._ended for _, name in names)
 
     def apply(self, answer: Mapping[str, Any]) -> None:
         """Apply the answer to a heartbeat: ended pairings, and the certificate if it has one."""
@@ -68,7 +71,7 @@ class WorkerIdentity:
         except OSError as error:  # it holds until a restart, and then the gateway sends another one
             log.warning("certificate.unstored file=%s reason=%s", self._file, error.strerror)
         else:
-            log.info("certificate.renewed until_s=%d", self.until_s)
+            log.info("certificate.renewed until_s=%d", self._identity.until_s)
 
     def _load(self) -> None:
         for context in (self.server, self.client):

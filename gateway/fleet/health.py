@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import socket
 import ssl
@@ -20,7 +21,7 @@ from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry, is_local, sp
 from gateway.periodic import SharedRuns
 from gateway.state.shared_counters import CounterStore
 from gateway.strict_json import Pieces, size_of
-from paceline.http import certificate_authorities, system_error
+from paceline.http import system_error
 from paceline.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
 log = logging.getLogger(__name__)
@@ -63,17 +64,14 @@ class ReportClient:
         self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
         self.refresh_all = SharedRuns(self._refresh_all)
         """Updates the reports of all live workers, once for all who call at a time."""
-        self.client, self.paired_client = (
-            httpx.AsyncClient(
-                # Not compressed: a small response could hold a large report.
-                headers={"accept-encoding": "identity"},
-                timeout=CALL_BACK_TIMEOUT_S,
-                # No task reads an idle connection, so the end of one would go unnoticed.
-                limits=httpx.Limits(max_keepalive_connections=0),
-                verify=trusted,
-                trust_env=False,
-            )
-            for trusted in (certificate_authorities(), fleet_tls)
+        self.client = httpx.AsyncClient(
+            # Not compressed: a small response could hold a large report.
+            headers={"accept-encoding": "identity"},
+            timeout=CALL_BACK_TIMEOUT_S,
+            # No task reads an idle connection, so the end of one would go unnoticed.
+            limits=httpx.Limits(max_keepalive_connections=0),
+            verify=fleet_tls,  # only paired workers speak TLS
+            trust_env=False,
         )
 
     async def call_back(self, worker: WorkerReport) -> str:
@@ -98,18 +96,11 @@ class ReportClient:
         """Return the status and the body of a worker's check of a request; None without one."""
         url = worker.url + CHECKS + path.removeprefix("/v1")
         headers = {**headers, "content-length": str(size_of(body))}
-        client, named = self._client_of(worker)
+        ask = functools.partial(self.client.stream, "POST", url, extensions=self._named(worker))
         try:
             async with (
                 asyncio.timeout(CHECK_TIMEOUT_S),
-                client.stream(
-                    "POST",
-                    url,
-                    content=_each(body),
-                    headers=headers,
-                    timeout=CHECK_TIMEOUT_S,
-                    extensions=named,
-                ) as response,
+                ask(content=_each(body), headers=headers, timeout=CHECK_TIMEOUT_S) as response,
             ):
                 return response.status_code, from_json(await read_bounded(response))
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
@@ -119,15 +110,14 @@ class ReportClient:
     async def delete_prefixes(self, worker: WorkerReport, scopes: Sequence[str]) -> bool:
         """Return whether a worker has deleted its cache of isolation scopes; none: of all."""
         params = {"scope": list(scopes)}
-        client, named = self._client_of(worker)
         try:
             async with asyncio.timeout(DELETION_TIMEOUT_S):
-                response = await client.delete(
+                response = await self.client.delete(
                     worker.url + PREFIX_CACHE_PATH,
                     params=params,
                     headers=self._authorization_of(worker.worker_id),
                     timeout=DELETION_TIMEOUT_S,
-                    extensions=named,
+                    extensions=self._named(worker),
                 )
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             why = type(error).__name__
@@ -187,8 +177,8 @@ class ReportClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = self._authorization_of(worker.worker_id)
-                client, named = self._client_of(worker)
-                response, body = await fetch(client, "GET", url, headers, extensions=named)
+                named = self._named(worker)
+                response, body = await fetch(self.client, "GET", url, headers, extensions=named)
             if (status := response.status_code) != httpx.codes.OK:
                 rejected = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
                 raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")
@@ -205,10 +195,9 @@ class ReportClient:
         # It has answered at this URL. It may name another one, which faces another gateway.
         return report.model_copy(update={"url": worker.url})
 
-    def _client_of(self, worker: WorkerReport) -> tuple[httpx.AsyncClient, dict[str, str]]:
-        """Return the client for a worker, and the name that its certificate must have."""
-        name = self._server_name(worker.worker_id)
-        return (self.paired_client, {"sni_hostname": name}) if name else (self.client, {})
+    def _named(self, worker: WorkerReport) -> dict[str, str]:
+        """Return the option of a request with the name that the worker's certificate must have."""
+        return {"sni_hostname": self._server_name(worker.worker_id)}
 
 
 class _NoReport(Exception):

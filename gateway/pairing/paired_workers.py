@@ -18,7 +18,7 @@ import ssl
 from base64 import urlsafe_b64encode
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import NotRequired
+from typing import TYPE_CHECKING, NotRequired
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, SecretStr
 from typing_extensions import TypedDict
@@ -34,18 +34,20 @@ from gateway.errors import (
 from gateway.fleet.registry import WorkerRegistry
 from gateway.state.counters import MAX_WORKERS
 from gateway.state.records import RecordReader, Records, RecordTable, as_model
-from paceline.certificates import LIFE_S, RENEWED_S, Authority, Identity
-from paceline.pairing import TOKEN_PREFIX, Pairing, PublicKey
+from paceline.pairing import CERTIFICATE_LIFE_S, TOKEN_PREFIX, Pairing, PublicKey, is_due
 from paceline.protocol import WorkerReport
+
+if TYPE_CHECKING:
+    from paceline.certificates import Authority
 
 log = logging.getLogger(__name__)
 
 _BEARER = f"Bearer {TOKEN_PREFIX}".encode()
 _KIND = "pairings"
 # Records of their own: a gateway that writes one can bring back no pairing that another has ended.
-_SEEN, _KEY, _ENDED = "/seen", "/key", "/ended/"
+_SEEN, _ENDED = "/seen", "/ended"
 _SEEN_INTERVAL = timedelta(hours=1)
-_FLEET, _AUTHORITY = "/fleet", "/authority"
+_AUTHORITY = "/authority"
 _GATEWAY = "gateway"
 """The name in the certificates of gateways."""
 _MAX_ENDED = 1000
@@ -63,14 +65,12 @@ class PairedWorker(BaseModel):
     """At which it paired."""
     number: str
     """The secret that its token is derived from."""
+    public_key: PublicKey | None = None
+    """None: it was paired by an older version, and has no certificate yet."""
 
 
 class _At(BaseModel):
     at: AwareDatetime
-
-
-class _Key(BaseModel):
-    public_key: PublicKey
 
 
 class Certificates(TypedDict):
@@ -103,18 +103,15 @@ class PairedWorkers:
         self._table = RecordTable(records, _KIND, self._apply)
         self._reader = RecordReader(records, _KIND, as_model(PairedWorker))
         self._at_reader = RecordReader(records, _KIND, as_model(_At))
-        self._key_reader = RecordReader(records, _KIND, as_model(_Key))
         self._secret = secret
         self._fleet = fleet
         self._backend = backend
         self._wall = wall
         self._tls = tls
         self._tls_until_s = 0.0
-        self._fleet_id = self._authority_number = ""
         self._authority: Authority | None = None
-        self._keys: Mapping[str, _Key] = {}
-        self._ended: Mapping[str, _At] = {}
-        """The certificate names of ended pairings, until all their certificates have expired."""
+        self._ended: Mapping[str, datetime] = {}
+        """The names in certificates of ended pairings, and when the last of them expires."""
         self.by_worker: Mapping[str, PairedWorker] = {}
         self.seen: Mapping[str, datetime] = {}
         """The last sign of each, an hour old at most while it lives."""
@@ -139,16 +136,16 @@ class PairedWorkers:
         await self._end_certificates(worker_id)
         paired = PairedWorker(since=self._now(), address=address, number=secrets.token_hex(16))
         await self._table.replace(worker_id, paired.model_dump_json())
-        certified: Certificates = {}
+        certificate = authority = ""
         if public_key:
-            certified = await self._certify(worker_id, public_key)
+            certificate, authority = await self._certify(worker_id, public_key)
         log.info("worker.paired worker=%s address=%s", worker_id, address)
         return Pairing(
             worker_id=worker_id,
             token=self._token(worker_id, paired),
             nodes_key=hmac.digest(self._secret, b"paceline prefix nodes", "sha256").hex(),
-            certificate=certified.get("certificate", ""),
-            authority=certified.get("authority", ""),
+            certificate=certificate,
+            authority=authority,
         )
 
     async def remove(self, worker_id: str, author: str) -> None:
@@ -175,15 +172,15 @@ class PairedWorkers:
 
         A worker that was paired by an older version has the key of its first report with one.
         """
-        worker_id, key = report.worker_id, report.public_key
-        if worker_id not in self.by_worker or not key:
+        paired, key = self.by_worker.get(report.worker_id), report.public_key
+        if paired is None or not key:
             return {}
-        known = self._keys.get(worker_id)
         answer: Certificates = {"ended_pairings": [*self._ended][-_MAX_ENDED:]}
-        due = report.certificate_until_s - self._wall() < RENEWED_S
-        if due and (known is None or known.public_key == key):
+        due = is_due(report.certificate_until_s, self._wall())
+        if due and paired.public_key in (None, key):
             with contextlib.suppress(RecordsUnwritable):  # with one of the next heartbeats
-                answer |= await self._certify(worker_id, key)
+                certificate, authority = await self._certify(report.worker_id, key)
+                answer |= {"certificate": certificate, "authority": authority}
         return answer
 
     async def fingerprint(self) -> str:
@@ -200,35 +197,19 @@ class PairedWorkers:
             with contextlib.suppress(RecordsUnwritable):
                 await self._table.replace(worker_id + _SEEN, _At(at=now).model_dump_json())
 
-    async def fleet_id(self) -> str:
-        """Return the id of the fleet, a random number that its first gateway has stored."""
-        with contextlib.suppress(RecordsUnwritable):
-            await self._table.add(_FLEET, json.dumps({"id": secrets.token_hex(8)}))
-        return self._fleet_id
-
     async def _apply(self, texts: Mapping[str, str]) -> None:
         """Replace the tokens of the data plane; workers whose pairing has ended leave the fleet."""
         workers = {name: text for name, text in texts.items() if "/" not in name}
+        times = {name: text for name, text in texts.items() if name.endswith((_SEEN, _ENDED))}
         before, self.by_worker = self.by_worker, self._reader.read(workers)
-        at = self._at_reader.read(
-            {n: t for n, t in texts.items() if n.endswith(_SEEN) or n.startswith(_ENDED)}
-        )
-        self.seen = {n.removesuffix(_SEEN): one.at for n, one in at.items() if n.endswith(_SEEN)}
-        self._ended = {n.removeprefix(_ENDED): one for n, one in at.items() if n.startswith(_ENDED)}
-        keys = self._key_reader.read({n: t for n, t in texts.items() if n.endswith(_KEY)})
-        self._keys = {n.removesuffix(_KEY): one for n, one in keys.items()}
-        self._fleet_id = str(json.loads(texts.get(_FLEET, "{}")).get("id", ""))
-        number = str(json.loads(texts.get(_AUTHORITY, "{}")).get("number", ""))
-        if number != self._authority_number:
-            self._authority_number = number
-            secret = hmac.digest(self._secret, f"paceline authority {number}".encode(), "sha256")
-            self._authority = await asyncio.to_thread(Authority, secret)
+        at = {name: one.at for name, one in self._at_reader.read(times).items()}
+        self.seen = {n.removesuffix(_SEEN): at[n] for n in at if n.endswith(_SEEN)}
+        self._ended = {n.removesuffix(_ENDED): at[n] for n in at if n.endswith(_ENDED)}
+        if self._authority is None and (record := texts.get(_AUTHORITY)):
+            self._authority = await asyncio.to_thread(self._derive, json.loads(record)["number"])
         await self._renew_own()
         self._backend.paired = {
-            name: Access(
-                SecretStr(self._token(name, one)),
-                self._server_name(name) if name in self._keys else "",
-            )
+            name: Access(SecretStr(self._token(name, one)), self._server_name(name))
             for name, one in self.by_worker.items()
         }
         for name in before.keys() - self.by_worker.keys():
@@ -239,19 +220,17 @@ class PairedWorkers:
         return TOKEN_PREFIX + urlsafe_b64encode(hmac.digest(self._secret, text, "sha256")).decode()
 
     def _server_name(self, worker_id: str) -> str:
-        text = f"paceline worker name {worker_id} {self.by_worker[worker_id].number}".encode()
-        return hmac.digest(self._secret, text, "sha256")[:16].hex() + ".worker"
+        """Return the name in the certificate of a worker; '' if it was paired without a key."""
+        paired = self.by_worker[worker_id]
+        text = f"paceline worker name {worker_id} {paired.number}".encode()
+        name = hmac.digest(self._secret, text, "sha256")[:16].hex() + ".worker"
+        return name if paired.public_key else ""
 
-    async def _certify(self, worker_id: str, public_key: str) -> Certificates:
-        """Store the public key of a worker; return its certificate, and that of the authority."""
-        authority = await self._add_authority()
-        if worker_id not in self._keys:
-            key = _Key(public_key=public_key)
-            await self._table.replace(worker_id + _KEY, key.model_dump_json())
-        given = public_key, self._server_name(worker_id), self._wall()
-        certificate = await asyncio.to_thread(authority.issue, *given)
-        log.info("worker.certified worker=%s", worker_id)
-        return {"certificate": certificate, "authority": authority.certificate}
+    def _derive(self, number: str) -> Authority:
+        from paceline.certificates import Authority  # noqa: PLC0415  # slow, and not for others
+
+        text = f"paceline authority {number}".encode()
+        return Authority(hmac.digest(self._secret, text, "sha256"))
 
     async def _add_authority(self) -> Authority:
         """Return the authority of the fleet, whose number its first gateway has stored."""
@@ -260,32 +239,33 @@ class PairedWorkers:
         assert self._authority is not None
         return self._authority
 
+    async def _certify(self, worker_id: str, public_key: str) -> tuple[str, str]:
+        """Return a certificate for a worker, whose key is stored, and that of the authority."""
+        authority, paired = await self._add_authority(), self.by_worker[worker_id]
+        if not paired.public_key:
+            keyed = paired.model_copy(update={"public_key": public_key})
+            await self._table.replace(worker_id, keyed.model_dump_json())
+        given = public_key, self._server_name(worker_id), self._wall()
+        log.info("worker.certified worker=%s", worker_id)
+        return await asyncio.to_thread(authority.issue, *given), authority.certificate
+
     async def _end_certificates(self, worker_id: str) -> None:
         """Let no worker admit the certificates of a pairing, and forget those that have expired."""
-        for name, one in self._ended.items():
-            if one.at < self._now():
-                await self._table.remove(_ENDED + name)
-        if worker_id in self._keys and worker_id in self.by_worker:
-            until = _At(at=self._now() + timedelta(seconds=LIFE_S))
-            name = _ENDED + self._server_name(worker_id)
-            await self._table.replace(name, until.model_dump_json())
-            await self._table.remove(worker_id + _KEY)
+        for name, until in self._ended.items():
+            if until < self._now():
+                await self._table.remove(name + _ENDED)
+        if worker_id in self.by_worker and (name := self._server_name(worker_id)):
+            until = self._now() + timedelta(seconds=CERTIFICATE_LIFE_S)
+            await self._table.replace(name + _ENDED, _At(at=until).model_dump_json())
 
     async def _renew_own(self) -> None:
-        """Give this gateway a new key and certificate, if it needs one and its own ends soon."""
-        now_s = self._wall()
-        if not self._keys or self._authority is None or self._tls_until_s - now_s >= RENEWED_S:
-            return
-        identity = await asyncio.to_thread(_identity_of_gateway, self._authority, now_s)
-        identity.load(self._tls)
-        self._tls_until_s = identity.until_s
+        """Give this gateway a new key and certificate, which are only in memory, if it needs one."""
+        needed = any(one.public_key for one in self.by_worker.values())
+        if needed and self._authority is not None and is_due(self._tls_until_s, self._wall()):
+            given = _GATEWAY, self._wall()
+            identity = await asyncio.to_thread(self._authority.new_identity, *given)
+            identity.load(self._tls)
+            self._tls_until_s = identity.until_s
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(int(self._wall()), UTC)
-
-
-def _identity_of_gateway(authority: Authority, now_s: float) -> Identity:
-    """Return a new identity; its key is in memory only."""
-    new = Identity.new()
-    certificate = authority.issue(new.public_key, _GATEWAY, now_s)
-    return new.renewed(certificate, authority.certificate)

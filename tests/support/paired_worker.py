@@ -13,7 +13,8 @@ from pathlib import Path
 import uvloop
 from pydantic import SecretStr
 
-from paceline.certificates import Identity, identity_file, tls_context
+from paceline.certificates import Identity, identity_file
+from paceline.http import paired_tls
 from paceline.lifecycle import Shutdown
 from paceline.pairing import Pairing
 from tests.support.pairing import pair, show_code
@@ -43,7 +44,7 @@ class PairedWorker:
 
         Raise an error of `ssl` if either side refuses the other; '' accepts any name.
         """
-        context = tls_context()
+        context = paired_tls()
         context.check_hostname = bool(name)
         if identity is None:
             context.load_verify_locations(cadata=self.identity.authority)

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 from starlette.types import ASGIApp
@@ -18,10 +18,12 @@ from paceline.http import BoundedProtocol, Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown, first_of
 from paceline.settings import InvalidSettings
 from paceline.wakefulness import awake_while
-from workers.identity import WorkerIdentity
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PrefixPeers
 from workers.server.runtime import Worker
+
+if TYPE_CHECKING:
+    from workers.identity import WorkerIdentity
 
 log = logging.getLogger(__name__)
 

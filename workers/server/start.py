@@ -18,11 +18,10 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from paceline.certificates import identity_file
 from paceline.lifecycle import Shutdown, first_of
 from paceline.names import name_of_host
 from paceline.private_files import make_private
@@ -42,13 +41,15 @@ from workers.engine.types import (
 )
 from workers.group.hosts import Hosts
 from workers.heartbeat import Membership, NotAdmitted, advertised_url, joined, wait_for_gateway
-from workers.identity import WorkerIdentity
 from workers.model_source import ModelSource, resolve_model
 from workers.server.engines import RunningEngine
 from workers.server.pictures import PictureMemory
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.settings import KvBits, WorkerSettings, prefix_cache_on_disk
+
+if TYPE_CHECKING:
+    from workers.identity import WorkerIdentity
 
 _START_INTERVAL_S = 0.2
 _print = functools.partial(print, flush=True)
@@ -130,6 +131,9 @@ def _identity_of(settings: WorkerSettings) -> WorkerIdentity | None:
     """Return the identity of a paired worker; raise `InvalidSettings` if it cannot be used."""
     if not settings.nodes_key:
         return None
+    from paceline.certificates import identity_file  # noqa: PLC0415  # slow, and not for others
+    from workers.identity import WorkerIdentity  # noqa: PLC0415
+
     file = identity_file(settings.state_dir, settings.join, settings.id)
     try:
         return WorkerIdentity(file)

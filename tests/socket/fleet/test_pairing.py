@@ -194,13 +194,13 @@ def test_a_gateway_announces_its_address_version_and_fleet_and_no_secret(
     gateway = make_gateway()
     make_gateway(announce=False)
     wait_until(lambda: bool(made))
-    ((host, port, fleet),) = made
+    ((host, port, fingerprint),) = made
     assert (host, f":{port}" in gateway.url) == ("127.0.0.1", True)
-    info = announcement(host, port, fleet)
+    info = announcement(host, port, fingerprint)
     found = read_announcement(info)
     assert found is not None
-    assert (found.url, found.fleet) == (gateway.url, fleet)
-    assert len(fleet) == 16
+    assert (found.url, found.fleet) == (gateway.url, fingerprint[:16])
+    assert len(fingerprint) == 64
     assert set(info.properties) == {b"version", b"fleet", b"fingerprint"}
     secrets = gateway.admin_key, JOIN_TOKEN
     assert not any(secret.encode() in info.text for secret in secrets)

@@ -10,7 +10,9 @@ import httpx
 import pytest
 from cryptography import x509
 
-from paceline.certificates import LIFE_S, RENEWED_S, Authority, Identity, peer_name, tls_context
+from paceline.certificates import Authority, Identity
+from paceline.http import paired_tls
+from paceline.pairing import CERTIFICATE_LIFE_S as LIFE_S
 from paceline.pairing import PAIRING_PATH
 from tests.support.paired_worker import PairedWorker, paired_worker, running
 from tests.support.pairing import pair, show_code
@@ -29,12 +31,6 @@ def shown(gateway: RunningGateway, worker_id: str = "mini") -> dict[str, Any]:
 def serves(gateway: RunningGateway, scheme: str, worker_id: str = "mini") -> bool:
     worker = shown(gateway, worker_id)
     return worker["state"] == "ready" and worker["url"].startswith(f"{scheme}://")
-
-
-def of_authority(authority: Authority, now_s: float, name: str = "gateway") -> Identity:
-    new = Identity.new()
-    certificate = authority.issue(new.public_key, name, now_s)
-    return new.renewed(certificate, authority.certificate)
 
 
 def name_of(identity: Identity) -> str:
@@ -67,13 +63,15 @@ def test_a_paired_worker_is_called_over_tls_and_admits_nobody_else(gateway, tmp_
             httpx.get(f"http://127.0.0.1:{worker.port}/livez", trust_env=False)
         real = authority_of(gateway)
         now_s = time.time()
-        assert worker.asked(of_authority(real, now_s)) == b"HTTP/1.1 200 OK", "as the gateway"
+        assert worker.asked(real.new_identity("gateway", now_s)) == b"HTTP/1.1 200 OK", (
+            "as the gateway"
+        )
         assert refused(worker, None), "no certificate"
-        other = of_authority(Authority(b"x" * 32), now_s)
+        other = Authority(b"x" * 32).new_identity("gateway", now_s)
         assert refused(worker, other.model_copy(update={"authority": real.certificate})), "wrong"
-        assert refused(worker, of_authority(real, now_s - LIFE_S - DAY_S)), "expired"
-        assert refused(worker, of_authority(real, now_s + 9 * DAY_S)), "not valid yet"
-        context = tls_context()
+        assert refused(worker, real.new_identity("gateway", now_s - LIFE_S - DAY_S)), "expired"
+        assert refused(worker, real.new_identity("gateway", now_s + 9 * DAY_S)), "not valid yet"
+        context = paired_tls()
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.maximum_version = ssl.TLSVersion.TLSv1_2
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -85,7 +83,9 @@ def test_the_certificate_of_another_worker_at_its_address_is_refused(gateway, tm
     with paired_worker(gateway, tmp_path) as first:
         wait_until(lambda: serves(gateway, "https"))
         with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
-            first.asked(of_authority(authority_of(gateway), time.time()), "0" * 32 + ".worker")
+            first.asked(
+                authority_of(gateway).new_identity("gateway", time.time()), "0" * 32 + ".worker"
+            )
         identity = Identity.new()
         second = pair(gateway, show_code(gateway), "studio", public_key=identity.public_key)
         with running(gateway, second, first.file):  # it has stolen the files of the first one
@@ -126,7 +126,7 @@ def test_a_certificate_is_renewed_in_its_last_third_and_only_for_the_key_of_the_
         assert response.status_code == 200
         return response.json()
 
-    third = RENEWED_S / DAY_S
+    third = LIFE_S / 3 / DAY_S
     assert "certificate" not in answer(third + 1)
     assert "certificate" not in answer(third - 1, Identity.new().public_key)
     assert "certificate" not in answer(third - 1, "")
@@ -157,4 +157,3 @@ def test_no_worker_admits_one_whose_pairing_has_ended(gateway, tmp_path) -> None
         assert serves(gateway, "https"), "the gateway is admitted as before"
         again = pair(gateway, show_code(gateway), "studio", public_key=stolen.public_key)
         assert name_of(stolen.renewed(again.certificate, again.authority)) != name_of(stolen)
-    assert peer_name(None) == ""
