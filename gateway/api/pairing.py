@@ -14,7 +14,14 @@ from gateway.errors import (
     WorkerUnknown,
 )
 from gateway.proxy.client import peer_address
-from paceline.pairing import CODE_VALID_S, PAIRING_PATH, Key, PairingAnswer, PairingRequest
+from paceline.pairing import (
+    CODE_VALID_S,
+    PAIRING_PATH,
+    Key,
+    PairingAnswer,
+    PairingRequest,
+    SealedKey,
+)
 
 exchanges = open_router(PAIRING_PATH)
 router = admin_router(PAIRING_PATH)
@@ -57,6 +64,8 @@ async def begin(begun: PairingRequest, request: Request, gateway: CurrentGateway
 
 
 @exchanges.put("/exchange/{proof}", responses=_EXCHANGE)
-async def finish(proof: Key, gateway: CurrentGateway) -> SealedPairing:
-    """Give a worker that has proved the code its token, sealed."""
-    return {"sealed": await gateway.pairing_codes.finish(proof)}
+async def finish(
+    proof: Key, gateway: CurrentGateway, key: SealedKey | None = None
+) -> SealedPairing:
+    """Give a worker that has proved the code its token and its certificate, sealed."""
+    return {"sealed": await gateway.pairing_codes.finish(proof, key.sealed if key else "")}

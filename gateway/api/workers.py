@@ -24,6 +24,7 @@ from gateway.errors import (
 )
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
+from gateway.pairing.paired_workers import Certificates
 from gateway.state.counters import GONE_WORKERS
 from gateway.status.render import worker_state
 from paceline.addresses import is_loopback
@@ -36,8 +37,8 @@ _HEARTBEAT = failures(KeyRefused, *WITH_BODY, WorkerIdTaken, WorkerUnconfirmed, 
 _CHANGE = failures(*FOR_ADMINS, *STORED, WorkerUnknown, FieldInvalid)
 
 
-class Interval(TypedDict):
-    """The interval of heartbeats that the gateway expects."""
+class Interval(Certificates):
+    """The interval of heartbeats that the gateway expects, and certificates for the worker."""
 
     interval_s: float
 
@@ -150,7 +151,10 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
     gateway.prefix_index.record_report(report)
     await gateway.counters.store_report(report)
     await gateway.paired_workers.record_sign(worker_id)
-    return {"interval_s": HEARTBEAT_INTERVAL_S}
+    return {
+        "interval_s": HEARTBEAT_INTERVAL_S,
+        **await gateway.paired_workers.certificates(report),
+    }
 
 
 @heartbeats.get("/{worker_id}/protocol", responses=failures(KeyRefused, WorkerIdTaken))
