@@ -63,11 +63,11 @@ def wait_for_gateway(
     worker_url: str,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Ask a gateway whether this worker may join; wait for one that cannot be reached.
+    """Ask a gateway whether this worker may join; wait for it if it cannot be reached.
 
     Raise `NotAdmitted` for another join token or protocol, if no gateway answers at the URL, or if
-    another worker goes on using the id: an earlier process of this one is forgotten soon.
-    `pause` waits for so many seconds, and may raise to end the wait.
+    another worker still uses the id: an earlier process of this one is forgotten soon.
+    `pause` waits for that many seconds, and may raise to end the wait.
     """
     waiting, taken = _RepeatedLog("gateway.unreachable, waiting for it"), 0
     with httpx.Client(
@@ -125,7 +125,7 @@ def _check_admission(response: httpx.Response, url: str, token: SecretStr | None
 
 
 def _json_of(response: httpx.Response) -> Mapping[str, Any]:
-    """Return the object in the body of a response; empty if there is none."""
+    """Return the object in the body of a response; empty without one."""
     try:
         body = response.json()
     except ValueError:

@@ -65,7 +65,7 @@ class WorkerSettings(BaseSettings):
     model: str = ""
     """Folder or Hugging Face name of a model (default: the demo checkpoint)."""
     task: Literal["generate", "embeddings", "rerank"] | None = None
-    """What the model serves: `generate`, `embeddings` or `rerank` (default: as its folder says)."""
+    """Task of the model: `generate`, `embeddings` or `rerank` (default: as its folder says)."""
     lanes: Annotated[tuple[LaneName, ...], NoDecode] = (LaneName.TEXT_MTP, LaneName.VLM)
     """Lanes that it serves, with commas between them (default: `text-mtp,vlm`)."""
     host: str = ""
@@ -90,7 +90,7 @@ class WorkerSettings(BaseSettings):
     stored). `auto` takes `float16` on M1 and M2, which compute no `bfloat16`, except for Gemma. A
     CPU computes in `float32`."""
     context: int | None = Field(None, ge=256, le=1 << 30)
-    """Most tokens of prompt and answer together (default: what the model was trained for)."""
+    """Most tokens of prompt and answer together (default: the trained context of the model)."""
     rows: int = Field(8, ge=1, le=64)
     """Requests that decode together in a lane, 1 to 64."""
     prefill_chunk: int = Field(1024, ge=64, le=65_536)
@@ -119,7 +119,7 @@ class WorkerSettings(BaseSettings):
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
     """Share of a long prompt that is read."""
     nodes_key: str = ""
-    """Of a paired worker: by which it exchanges nodes of the prefix cache."""
+    """Token of a paired worker for the exchange of nodes of the prefix cache."""
     state_dir: Path = Field(Path(_STATE_DIR), validation_alias="PACELINE_STATE_DIR")
     group: Path | None = None
     """Host file of the machines that serve the model together (default: none)."""

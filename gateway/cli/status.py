@@ -52,7 +52,7 @@ def _lines(state: Mapping[str, Any]) -> list[Text]:
     lines = [_headline(state)]
     if kept_out := state["decisions"]["bypass_counts"]:
         named = ", ".join(f"{KEPT_OUT.get(one, one)} ({count})" for one, count in kept_out.items())
-        lines.append(Text(f"Requests not in text-mtp: {named}"))
+        lines.append(Text(f"Requests without drafts of text-mtp: {named}"))
     mtp = state["mtp"]
     if mtp["enabled"] and mtp["attempted"]:
         positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])

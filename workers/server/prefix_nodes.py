@@ -290,7 +290,7 @@ class _AnswerReader:
             yield FileName(head.begin, head.end, "", head.resumable), node
 
     async def part(self, kind: type[Head]) -> tuple[Head, bytes]:
-        """Read a part: what its line says, and its content; raise `TransferFailed`."""
+        """Read a part: its line and its content; raise `TransferFailed`."""
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > _MAX_LINE_BYTES or not await self._fill():
                 raise TransferFailed("failed", "the answer has no line")

@@ -333,7 +333,7 @@ async def _shown(
 def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
     """Print the start lines for people, then to a pipe or a log the ready line for programs.
 
-    The last line for people has the model, lanes, memory, and what the model does.
+    The last line for people has the model, lanes, memory, and the model's features.
     """
     card = worker.engine.card
     if source.toy:
@@ -365,7 +365,7 @@ def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None
 
 
 def _abilities(card: Card) -> str:
-    """Return whether the model drafts, or what an embedder or reranker returns."""
+    """Return whether the model drafts, or the kind of result of an embedder or reranker."""
     match card:
         case ModelCard():
             sparse = card.spec_prefill or ""

@@ -364,7 +364,8 @@ def _tools_of(
     left_out = []
     # Tools that were found follow the others, whose part of the prompt stays the same.
     order = {name: number for number, name in enumerate(history.available)}
-    placed = [*_named(tools), *history.defined.values()]
+    placed = [one for one in _named(tools) if one[1]["name"] not in history.defined]
+    placed += history.defined.values()
     for at, tool in sorted(placed, key=lambda one: order.get(one[1]["name"], -1)):
         if tool.get("type") not in (None, "custom"):
             left_out.append(named(at, str(tool["type"])))

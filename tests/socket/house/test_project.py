@@ -3,6 +3,7 @@
 import hashlib
 import importlib.metadata
 import os
+import pty
 import re
 import shutil
 import signal
@@ -63,15 +64,21 @@ def test_ctrl_c_ends_the_set_up_with_one_sentence_and_no_half_of_it_passes_for_r
     python.write_text(STOPPED)
     python.chmod(0o755)
     environment = {"PATH": f"{python.parent}:/usr/bin:/bin", "PYTHON": ""}
+    terminal, output = pty.openpty()
     with subprocess.Popen(
         [tmp_path / "scripts/setup", "gateway"], env=environment, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=output, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         wait_until((tmp_path / ".venv/bin/python").exists)
         os.killpg(process.pid, signal.SIGINT)
-        printed, errors = process.communicate()
+        _, errors = process.communicate()
+    printed = os.read(terminal, 4096).decode()
+    for end in (terminal, output):
+        os.close(end)
     assert process.returncode == 130
-    assert printed == "Making .venv with Python 3.11.7 ...\n"
+    # The sentence begins a line, below the line that counts the seconds.
+    counted = r"(\r\x1b\[KMaking \.venv, \d+ s)*"
+    assert re.fullmatch(rf"Making \.venv with Python 3\.11\.7 \.\.\.\r\n{counted}\r\n", printed)
     assert errors == "paceline: set-up was stopped; the same command goes on with it.\n"
     assert not [*tmp_path.glob(".venv/.ready-*")]
 

@@ -265,6 +265,7 @@ def test_tools_change_in_the_middle_of_a_conversation() -> None:
         ([added, removed, defined], ["a", "c"]),
         ([removed, change("addition", type="tool_reference", name="b")], ["b"]),
         ([defined, change("removal", type="tool_reference", name="c")], ["b"]),
+        ([change("addition", type="tool_definition", definition={"name": "b"})], ["b"]),
     ):
         system = {"role": "system", "content": [text, *blocks]}
         translated = to_chat({"messages": [user("?"), system], "tools": tools}, is_ours)
