@@ -259,7 +259,7 @@ class PairedWorkers:
             await self._table.replace(name + _ENDED, _At(at=until).model_dump_json())
 
     async def _renew_own(self) -> None:
-        """Give this gateway a new key and certificate, which are only in memory, if it needs one."""
+        """Give this gateway a new key and certificate, only in memory, if it needs one."""
         needed = any(one.public_key for one in self.by_worker.values())
         if needed and self._authority is not None and is_due(self._tls_until_s, self._wall()):
             given = _GATEWAY, self._wall()
