@@ -133,6 +133,7 @@ def test_a_certificate_is_renewed_in_its_last_third_and_only_for_the_key_of_the_
     assert "certificate" not in answer(third + 1)
     assert "certificate" not in answer(third - 1, Identity.new().public_key)
     assert "certificate" not in answer(third - 1, "")
+    assert "certificate" in answer(LIFE_S / DAY_S + 3), "dated by a clock that was ahead"
     new = answer(third - 1)
     renewed = identity.renewed(pairing.certificate, pairing.authority)
     renewed = renewed.renewed(new["certificate"], new["authority"])
