@@ -138,6 +138,7 @@ class PairedWorkers:
             number += 1
             worker_id = f"{name[:_NAME_CHARS]}-{number}"
         await self._end_certificates(worker_id)
+        await self._table.remove(worker_id + _KEY)
         paired = PairedWorker(since=self._now(), address=address, number=secrets.token_hex(16))
         await self._table.replace(worker_id, paired.model_dump_json())
         certificate = authority = ""
@@ -158,8 +159,8 @@ class PairedWorkers:
         if worker_id not in self.by_worker:
             raise WorkerUnknown
         await self._end_certificates(worker_id)
-        await self._table.remove(worker_id)
-        await self._table.remove(worker_id + _SEEN)
+        for record in (worker_id, worker_id + _SEEN, worker_id + _KEY):
+            await self._table.remove(record)
         log.info("worker.unpaired worker=%s author=%r", worker_id, author)
 
     def authenticates(self, worker_id: str, authorization: bytes | None) -> bool:
@@ -263,8 +264,6 @@ class PairedWorkers:
         if name := self._server_name(worker_id):
             until = self._now() + timedelta(seconds=CERTIFICATE_LIFE_S)
             await self._table.replace(name + _ENDED, _At(at=until).model_dump_json())
-        if worker_id in self._keys:
-            await self._table.remove(worker_id + _KEY)
 
     async def _renew_own(self) -> None:
         """Give this gateway a new key and certificate, only in memory, if it needs one."""
