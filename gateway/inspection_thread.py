@@ -36,13 +36,19 @@ class Turn(NamedTuple):
 
     hold: MemoryHold
     """Has the bytes of the body, and of all that is made of it."""
-    thread: InspectionThread | None = None
+    thread: InspectionThread
+    size_bytes: int = 0
+    """Of the body with the items that it continues, as far as they decide the place."""
+
+    def grown(self, size_bytes: int) -> Turn:
+        """Return the turn of a body that has this size with the items that it continues."""
+        return self._replace(size_bytes=max(self.size_bytes, size_bytes))
 
     async def run(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function; return its result."""
-        if self.thread is None:
+        if self.size_bytes <= _LARGE_BYTES:
             return work(*args, **kwargs)
-        return await self.thread.run(sys.maxsize, work, *args, **kwargs)
+        return await self.thread.run(self.size_bytes, work, *args, **kwargs)
 
 
 class InspectionThread:
@@ -60,11 +66,11 @@ class InspectionThread:
         """
         if not is_large(raw):
             hold.add(footprint_bytes(raw, bounded=True))
-            yield Turn(hold)
+            yield Turn(hold, self)
             return
         async with self._clients.setdefault(hold.client, asyncio.Lock()):
             hold.add(await self.run(len(raw), footprint_bytes, raw, bounded=True))
-            yield Turn(hold, self)
+            yield Turn(hold, self, sys.maxsize)
 
     async def run(
         self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs

@@ -148,9 +148,9 @@ async def count_tokens(
     async with gateway.inspection_thread.turn(hold, raw) as turn:
         body = {"model": ANY_MODEL, "input": []} | await turn.run(parse, raw)
         body.pop("personality", None)
-        await exchange.open(body, caller.key, hold, len(raw))
-        inspected = await inspect(gateway, exchange, body, policy, turn, caller=caller)
-        encoded = await turn.run(encode_body, inspected.body, len(raw))
+        whole = turn.grown(await exchange.open(body, caller.key, hold, len(raw)))
+        inspected = await inspect(gateway, exchange, body, policy, whole, caller=caller)
+        encoded = await whole.run(encode_body, inspected.body, len(raw))
     api_key.check_model(inspected)
     tokens = await counter.count(inspected, encoded, exchange, response)
     return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -348,6 +348,6 @@ def _checked(read: Callable[..., Result], *given: Any) -> Result:
 
 
 def _check_names(fields: Json, *known: str) -> None:
-    for name in fields:
-        if name not in known:
+    for name, value in fields.items():
+        if name not in known and value is not None:
             raise errors.FieldInvalid(f"Unknown parameter: '{name[:100]}'.", param=name[:100])

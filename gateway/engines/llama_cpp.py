@@ -21,19 +21,12 @@ from gateway.engines.openai import MODELS, LocalEngine
 from gateway.protocols.engine_answer import FORMS
 from gateway.protocols.event_stream import count, fact_pattern
 from gateway.routing.features import Feature
-from gateway.types import Drafts, Json, Usage
+from gateway.types import Drafts, Json
 
 FACTS = fact_pattern(*FORMS, "timings")
 _LOADED = (None, "loaded", "sleeping")
 """A server with one model does not report it."""
 _MODALITIES = {"vision": Feature.IMAGE, "audio": Feature.AUDIO}
-
-
-def with_cached(usage: Usage | None, cached: object) -> Usage | None:
-    """Return usage with the cached tokens that an answer reports elsewhere, if any."""
-    if usage is None or usage.cached_known or cached is None:
-        return usage
-    return usage._replace(cached_tokens=min(count(cached), usage.prompt_tokens), cached_known=True)
 
 
 def drafts_of_timings(answer: Mapping[str, Any]) -> Drafts | None:
@@ -86,9 +79,3 @@ class LlamaCpp(LocalEngine):
         """Let it read a prompt again that another isolation scope may have sent."""
         if self._mixes_scopes:
             fields["cache_prompt"] = False
-
-    @staticmethod
-    def usage(answer: Mapping[str, Any]) -> Usage | None:
-        """Read the usage; the cached tokens of older versions stand in `timings`."""
-        cached = object_of(answer.get("timings")).get("cache_n")
-        return with_cached(LocalEngine.usage(answer), cached)

@@ -45,15 +45,16 @@ def new_id(prefix: str) -> str:
 class KeptItems:
     """The kept responses and conversations, for one request.
 
-    `now_s` returns seconds since 1970. `hold` gets the bytes that the request reads beside the
-    `size_bytes` of its body, and that it stores.
+    `now_s` returns seconds since 1970. `hold` gets the bytes that the request reads beside its
+    body, and that it stores.
     """
 
     _records: ExpiringRecords
     _now_s: Callable[[], float]
     _thread: InspectionThread
     _hold: MemoryHold
-    _size_bytes: int = 0
+    size_bytes: int = 0
+    """Of the body, and of all that was read for it."""
 
     async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
         """Return the items before those of a request, and the record that it continues.
@@ -79,8 +80,17 @@ class KeptItems:
     async def resolve(
         self, owner: str, items: Sequence[Item], history: Sequence[Item]
     ) -> tuple[Item, ...]:
-        """Return items with each reference replaced by its item, in the history or stored."""
-        wanted = {_referred(item) for item in items} - {""}
+        """Return items with each reference replaced by its item, in the history or stored.
+
+        Raise a `RequestRefused` for a second reference to an item: few bytes could stand for many.
+        """
+        wanted: set[str] = set()
+        for index, item in enumerate(items):
+            if (name := _referred(item)) in wanted:
+                problem = "An earlier reference names the same item."
+                raise errors.FieldInvalid(problem, param=f"input[{index}].id")
+            if name:
+                wanted.add(name)
         if not wanted:
             return tuple(items)
         known = {item["id"]: item for item in history if item.get("id") in wanted}
@@ -162,7 +172,7 @@ class KeptItems:
                 if before is None or not _IDS["Conversation"].fullmatch(name):
                     raise errors.ResponseUnknown("Conversation", name)
                 hold.add(await self._thread.run(len(before), footprint_bytes, before))
-                self._size_bytes += len(before)
+                self.size_bytes += len(before)
                 conversation: Json = await self._thread.run(len(before), from_json, before)
                 change(conversation)
                 data = await self._encoded(conversation)
@@ -187,7 +197,7 @@ class KeptItems:
 
     async def _encoded(self, record: Json) -> bytes:
         """Return a record to store; nothing if it has too many values to be read again."""
-        return await self._thread.run(self._size_bytes, _encode, record, self._size_bytes)
+        return await self._thread.run(self.size_bytes, _encode, record, self.size_bytes)
 
     async def _record(self, kind: str, owner: str, name: str) -> Json | None:
         return (await self._read(owner, [name]))[0] if _IDS[kind].fullmatch(name) else None
@@ -201,7 +211,7 @@ class KeptItems:
             raise errors.FieldInvalid(
                 f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
             )
-        self._size_bytes += size_bytes
+        self.size_bytes += size_bytes
         self._hold.add(await self._thread.run(size_bytes, _footprint_bytes, found))
         parsed = await self._thread.run(size_bytes, _parsed, found)
         self._hold.add(-size_bytes)  # what was read leaves with this call

@@ -10,7 +10,7 @@ the protocol of mlx-vlm's cache-aware operators: `update_window` for causal wind
 `update_recurrent` for state transitions. An operator that replaces a state without that protocol
 leaves no history; `history` then raises, and the family is verified token by token.
 
-Both are duck-typed to what mlx-vlm's models read (`offset`, `_idx`, `make_mask`,
+Both are duck-typed to the attributes that mlx-vlm's models read (`offset`, `_idx`, `make_mask`,
 `update_and_fetch`), and must not grow `extract` or `merge`: with them the Qwen3.5 model would run
 the batch row by row. `tests/model/test_mlx_vlm_contract.py` tests that contract.
 """
@@ -201,7 +201,7 @@ class RecurrentCache:
         return output, final
 
     def advance(self, steps: int) -> None:
-        """Do nothing: the rows have no padding to advance over."""
+        """Do nothing: rows without padding need no advance."""
 
     @property
     def state(self) -> tuple[mx.array, ...]:
