@@ -333,7 +333,7 @@ def test_an_upgrade_names_what_it_needs(linux, installed, monkeypatch) -> None:
         (("install", "--system"), "--system is only for macOS"),
         (("status",), "No service is installed; `paceline service install` installs it."),
         (("logs",), "No service is installed"),
-        (("logs", "--lines", "0"), "--lines: 0 is not in the range"),
+        (("logs", "--lines", "0"), "--lines: '0' is not a number above 0"),
         (("stop",), "No service is installed"),
         (("restart",), "No service is installed"),
         (("uninstall",), "No service is installed"),
