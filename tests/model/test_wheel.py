@@ -104,7 +104,7 @@ def test_its_worker_computes_with_openblas(up: UpProcess) -> None:
     assert str(BLAS[0].resolve()) in Path(f"/proc/{up.worker_pid()}/maps").read_text()
 
 
-def test_a_restart_ends_its_streams_first_and_lets_new_connections_wait(up: UpProcess) -> None:
+def test_f35_a_restart_ends_its_streams_first_and_lets_new_connections_wait(up: UpProcess) -> None:
     body = {
         "model": up.model,
         "messages": [{"role": "user", "content": "Count from 1 to 60."}],
