@@ -13,6 +13,7 @@ import pytest
 from gateway import inspection_thread, strict_json
 from gateway.api import responses
 from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses.request import check_items
 from gateway.proxy import handler
 from gateway.strict_json import _BOUNDS as BOUNDS
 from gateway.strict_json import parse
@@ -130,8 +131,8 @@ def test_c16_many_values_are_read_beside_the_event_loop(
 
         return run
 
-    monkeypatch.setattr(responses, "check_items", recorded(responses.check_items))
-    monkeypatch.setattr(handler, "parse", recorded(handler.parse))
+    monkeypatch.setattr(responses, "check_items", recorded(check_items))
+    monkeypatch.setattr(handler, "parse", recorded(parse))
     item = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}] * 2_000}
     body = {"items": [item]} if "conv" in path else {"model": "demo", "prompt": [1] * 20_000}
     assert gateway_with_worker.client.post(path, json=body).status_code == 200
