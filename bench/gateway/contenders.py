@@ -106,7 +106,7 @@ async def running_gateway(
     port = free_port()
     beating = None
     if contender is OURS:
-        beating = asyncio.create_task(_send_heartbeats(port, worker_port))
+        beating = asyncio.create_task(send_heartbeats(port, worker_port))
     try:
         async with running(
             contender,
@@ -133,7 +133,7 @@ async def running_ours(folder: Path) -> AsyncIterator[Server]:
         yield gateway
 
 
-async def _send_heartbeats(port: int, worker_port: int) -> None:
+async def send_heartbeats(port: int, worker_port: int) -> None:
     worker = backend.report(f"http://127.0.0.1:{worker_port}")
     path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
     headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
