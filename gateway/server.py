@@ -101,8 +101,8 @@ async def serve(
         if settings.announce and not is_loopback(settings.host):
             from gateway.pairing.announcement import announced  # noqa: PLC0415  # zeroconf is slow
 
-            port, fleet_id = listener.getsockname()[1], await gateway.paired_workers.fleet_id()
-            await stack.enter_async_context(announced(settings.host, port, fleet_id))
+            port, fleet = listener.getsockname()[1], await gateway.paired_workers.fingerprint()
+            await stack.enter_async_context(announced(settings.host, port, fleet))
         started(Listening(url, admin_url, keyed, settings, lambda: load.requests))
         await gateway.run_until_drained(shutdown, server.serving, app.proxy.load.idle.wait, app.cut)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
-import os
 import secrets
 import socket
 import stat
@@ -20,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from paceline.addresses import WILDCARDS, is_loopback
 from paceline.names import Label
 from paceline.pairing import stored_pairings
-from paceline.private_files import check_private, make_private
+from paceline.private_files import check_private, make_private, replace_file
 from paceline.protocol import MAX_LABELS
 from workers.engine.types import LaneName, WeightType
 
@@ -248,10 +247,7 @@ def _stored_secret(state: Path) -> bytes:
     make_private(state)
     path = state / "prefix-cache-secret"
     if not path.exists():
-        draft = state / f".prefix-cache-secret-{os.getpid()}"
-        draft.touch(mode=0o600)
-        draft.write_text(secrets.token_hex(32))
-        draft.replace(path)
+        replace_file(path, secrets.token_hex(32))
     check_private(path)
     if not (secret := path.read_bytes()):
         raise OSError(errno.EINVAL, f"{path} is empty; delete the file to create a new one")

@@ -86,7 +86,9 @@ async def running_target(home: Path) -> AsyncIterator[tuple[Target, Mapping[str,
             target.key = (await target.create_key("honest"))["secret"]
             heartbeats = (
                 asyncio.create_task(_send_heartbeats(target)),
-                asyncio.create_task(send_heartbeats(gateway_port, prepared_port)),
+                asyncio.create_task(
+                    send_heartbeats(gateway_port, f"http://127.0.0.1:{prepared_port}")
+                ),
             )
             try:
                 await wait_until_served(gateway_port, target.key)

@@ -92,19 +92,21 @@ def _port(text: str) -> str:
 
 
 def _host(text: str) -> str:
-    if text and not is_own(text):
+    if not is_own(text):
         raise click.BadParameter(f"'{text}' is not an address of this machine")
     return text
 
 
 def _model(text: str) -> str:
-    if text and (problem := model_problem(text)):
+    if problem := model_problem(text):
         raise click.BadParameter(problem)
     return text
 
 
 def _limit(text: str) -> tuple[str, int]:
-    name, _, number = text.partition("=")
+    name, given, number = text.partition("=")
+    if not given:
+        raise click.BadParameter("must be like requests_a_minute=60")
     return name, _whole_number(number)
 
 

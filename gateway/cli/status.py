@@ -124,7 +124,8 @@ def _workers(workers: Mapping[str, Any]) -> Table:
     table = plain_table("Worker", "Lane", numbers=_LOAD)
     for name, worker in workers.items():
         state = Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red"))
-        label = Text.assemble(name, " ", state, "\n", (worker["model"], "dim"))
+        model = f"{worker['model']}, TLS" if worker.get("tls") else worker["model"]
+        label = Text.assemble(name, " ", state, "\n", (model, "dim"))
         lanes = [(lane_name, *_load(lane)) for lane_name, lane in worker["lanes"].items()]
         table.add_row(label, *map("\n".join, zip(*lanes, strict=True)))
     return table
