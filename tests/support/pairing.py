@@ -12,6 +12,7 @@ from paceline.pairing import (
     PairingSide,
     PairingWrong,
     SessionKeys,
+    seal,
     unseal,
 )
 from tests.support.running_gateway import RunningGateway
@@ -47,16 +48,23 @@ def begun(gateway: RunningGateway, code: str, name: str = "fake-a") -> Exchange:
     return Exchange(side, answer, side.keys(answer.message, name))
 
 
-def finish(gateway: RunningGateway, proof: str) -> httpx.Response:
-    return gateway.client.put(f"{EXCHANGE}/{proof}")
+def finish(gateway: RunningGateway, proof: str, sealed_key: str = "") -> httpx.Response:
+    """Send the last message: without a key, as a worker of an older version."""
+    body = {"sealed": sealed_key} if sealed_key else None
+    return gateway.client.put(f"{EXCHANGE}/{proof}", json=body)
 
 
 def pair(
-    gateway: RunningGateway, code: str, name: str = "fake-a", at: RunningGateway | None = None
+    gateway: RunningGateway,
+    code: str,
+    name: str = "fake-a",
+    at: RunningGateway | None = None,
+    public_key: str = "",
 ) -> Pairing:
     """Pair with a gateway, or with two that get one message each."""
     exchange = begun(gateway, code, name)
     if not hmac.compare_digest(exchange.answer.proof, exchange.keys.gateway_proof):
         raise PairingWrong
-    sealed = finish(at or gateway, exchange.keys.worker_proof).json()["sealed"]
-    return unseal(sealed, exchange.keys.sealing)
+    key = seal(public_key, exchange.keys.worker_sealing) if public_key else ""
+    sealed = finish(at or gateway, exchange.keys.worker_proof, key).json()["sealed"]
+    return Pairing.model_validate_json(unseal(sealed, exchange.keys.sealing))

@@ -92,6 +92,8 @@ def read_tools(
             if by_name.setdefault(name, one)._replace(place=one.place) != one:
                 problem = f"Two different tools are called '{name}'."
                 raise FieldError(f"{one.place}.name", problem)
+            if len(by_name) > TOOLS_LIMIT:  # before each gets a place in the chat
+                raise must("tools", f"be a list of at most {TOOLS_LIMIT}")
     for at, item in items if any(map(_is_clients, declared)) else ():
         for name, one in _found_tools(item, at):
             if len(by_name) < TOOLS_LIMIT:

@@ -59,34 +59,6 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[StoreUnderTest]
     await client.close()
 
 
-async def test_an_outdated_report_does_not_decrease_counts(store: StoreUnderTest) -> None:
-    for requests in (5, 3):
-        await store.store.store_report(boot_report("a", requests))
-        await store.sync()
-    assert [report.lanes[0].requests for report in await store.store.reports()] == [5]
-
-
-async def test_counts_over_a_crash_loop_are_exact_and_reports_are_bounded(store) -> None:
-    for boot in range(40):
-        await store.store.store_report(boot_report(f"boot-{boot}", boot))
-        await store.sync()
-    for _ in range(30):
-        await store.sync()
-    reports = await store.store.reports()
-    assert sum(report.lanes[0].requests for report in reports) == sum(range(40))
-    assert len(reports) <= 17
-
-
-async def test_pending_counts_are_added_once(store: StoreUnderTest) -> None:
-    expected = {("outcomes", "completed"): 2, ("retries",): 2}
-    store.pending.update({("outcomes", "completed"): 1, ("retries",): 2})
-    await store.sync()
-    store.pending.update({("outcomes", "completed"): 1})
-    assert await store.store.counts() == expected
-    await store.sync()
-    assert await store.store.counts() == expected
-
-
 async def test_c5_counts_of_endless_workers_and_models_are_exact_and_bounded(store) -> None:
     workers = MAX_WORKERS + MAX_MODELS + 5
     for number in range(workers):

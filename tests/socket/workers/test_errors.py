@@ -1,6 +1,5 @@
 """Error responses, before and after the first token."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,9 +8,6 @@ import pytest
 
 from tests.support.scripted_engine import (
     ScriptedEngine,
-    make_worker,
-    serve_worker,
-    text_events,
     worker_client,
 )
 from workers.engine.types import (
@@ -60,18 +56,6 @@ async def test_a_busy_engine_and_a_refusal_for_lack_of_memory_have_a_retry_after
     assert "47.5 GB, of 48.0 GB" in response.json()["error"]["message"]
 
 
-async def test_an_invalid_generation_names_the_field() -> None:
-    response = await post(ScriptedEngine([InvalidGeneration("logit_bias", "No such token.")]))
-    assert response.json() == {
-        "error": {
-            "message": "No such token.",
-            "type": "invalid_request_error",
-            "param": "logit_bias",
-            "code": "invalid_value",
-        }
-    }
-
-
 async def test_a_too_long_prompt_is_named_by_the_endpoints_field() -> None:
     too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
     body = {"model": "scripted", "prompt": "x"}
@@ -99,26 +83,6 @@ async def test_a_generation_without_an_end_is_an_error() -> None:
     assert response.status_code == 500
     response = await post(ScriptedEngine([Delta(text="Once")]), stream=True)
     assert "[DONE]" not in response.text
-
-
-async def test_a_draining_worker_finishes_running_requests_and_rejects_new_ones() -> None:
-    gate = asyncio.Event()
-    engine = ScriptedEngine([Delta(text="A"), gate, *text_events("B")])
-    worker = make_worker(engine)
-    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
-        running = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
-        await engine.started.wait()
-        worker.drain()
-        rejected = await client.post("/v1/chat/completions", json=CHAT_BODY)
-        unready = await client.get("/readyz")
-        report = (await client.get("/v1/status")).json()["report"]
-        gate.set()
-        finished = await running
-        await worker.traffic.idle.wait()
-    assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
-    assert unready.status_code == 503
-    assert (report["ready"], report["draining"]) == (False, True)
-    assert finished.json()["choices"][0]["message"]["content"] == "AB"
 
 
 async def test_with_a_dead_engine_the_worker_is_alive_but_not_ready() -> None:

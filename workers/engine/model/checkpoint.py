@@ -1,4 +1,4 @@
-"""Loading a checkpoint: target, processor, MTP head, and what its folder says of the model."""
+"""Loading a checkpoint: target, processor, MTP head, and the facts of its folder."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ _LAST_WITHOUT_BFLOAT16 = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a folder tells of its model, beside the weights."""
+    """The facts of a model in its folder, except the weights."""
 
     processor: Any
     eos: frozenset[int]
@@ -96,7 +96,7 @@ def load_checkpoint(
 def read_facts(
     path: Path, config: dict[str, Any], processor: Any, target: Target | None = None
 ) -> ModelFacts:
-    """Return what a folder tells of its model; `target` tells the rest, where it is loaded."""
+    """Return the facts of a folder's model; a loaded `target` adds the rest."""
     file = path / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
     limit = generation.get("max_new_tokens")

@@ -23,7 +23,7 @@ _INDEX = "model.safetensors.index.json"
 ENCODERS = frozenset(("bert", "modernbert", "xlm-roberta"))
 """Types of models that read a text in both directions."""
 DECODERS = frozenset(("qwen3",))
-"""Types of models that generate, of which there are embedders and rerankers too."""
+"""Types of models that generate; some embedders and rerankers have these types too."""
 
 
 @contextmanager
@@ -71,9 +71,9 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
 
 
 def find_task(folder: Path, name: str) -> Endpoint | None:
-    """Return what a folder with an embedder or a reranker serves; None for any other model.
+    """Return the task of a folder with an embedder or a reranker; None for any other model.
 
-    Its files tell it, in the layout of sentence-transformers, or its architecture. Qwen's embedders
+    Its files show it, in the layout of sentence-transformers, or its architecture. Qwen's embedders
     and rerankers have the files of a chat model where others converted them, so their name counts.
     """
     try:
