@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
+from paceline.http import paired_tls
 from tests.support.openai_requests import TEXT, text_body
 from tests.support.paceline_process import TIMEOUT_S
+from tests.support.pairing import Paired, paired
 from tests.support.running_gateway import RunningGateway, wait_until
-from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.served_engine import running_gateway, served
 from tests.support.worker_process import RunningWorker, running_worker
 from workers.engine.engine import Engine
@@ -31,6 +32,16 @@ class Fleet:
     workers: dict[str, RunningWorker]
     process: subprocess.Popen[str]
     """Of the worker `a`."""
+    pairings: dict[str, Paired]
+
+    def client_at(self, worker_id: str) -> httpx.Client:
+        """Return a client of the port of a worker, with its own certificate and token."""
+        pairing, tls = self.pairings[worker_id], paired_tls()
+        tls.check_hostname = False
+        pairing.identity.load(tls)
+        headers = {"authorization": f"Bearer {pairing.pairing.token}"}
+        url = self.workers[worker_id].url
+        return httpx.Client(base_url=url, timeout=60, headers=headers, verify=tls)
 
     @property
     def url(self) -> str:
@@ -60,15 +71,20 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def fleet(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Yield a gateway with a worker process, which the last test kills, and the engine of here."""
+    """Yield a gateway with a worker process, which the last test kills, and the engine of here.
+
+    Both have paired with the gateway.
+    """
     with contextlib.ExitStack() as stack:
         gateway = stack.enter_context(running_gateway(tmp_path_factory.mktemp("fleet")))
-        flags = ("--id", "a", "--join", gateway.url)
-        token = {"PACELINE_JOIN_TOKEN": JOIN_TOKEN}
-        a = stack.enter_context(running_worker(*flags, environment=token))
-        b = stack.enter_context(served(engine, "b", join=gateway.url))
+        folders = {name: tmp_path_factory.mktemp(name) for name in ("a", "b")}
+        pairings = {name: paired(gateway, folder, name) for name, folder in folders.items()}
+        state = {"PACELINE_STATE_DIR": str(folders["a"])}
+        a = stack.enter_context(running_worker("--join", gateway.url, environment=state))
+        b = stack.enter_context(served(engine, "b", join=gateway.url, paired=pairings["b"]))
         wait_until_joined(gateway, {"a", "b"})
-        yield Fleet(gateway=gateway, workers={"a": a, "b": b}, process=a.process)
+        workers = {"a": a, "b": b}
+        yield Fleet(gateway=gateway, workers=workers, process=a.process, pairings=pairings)
 
 
 def wait_until_joined(gateway: RunningGateway, expected: set[str]) -> None:
@@ -176,8 +192,7 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
 
 def reused_tokens(fleet: Fleet, worker_id: str) -> Counter[str]:
     """Return how many tokens a worker has not read again, by kind."""
-    url, headers = fleet.workers[worker_id].url, {"authorization": f"Bearer {JOIN_TOKEN}"}
-    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+    with fleet.client_at(worker_id) as client:
         lanes = client.get("/v1/status").raise_for_status().json()["lanes"]
     kinds: Counter[str] = Counter()
     for lane in lanes.values():
@@ -214,8 +229,7 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
     reused = reused_tokens(fleet, taker) - before[taker]
     assert reused.total() == cached_tokens >= first_prompt_tokens
     assert cached_tokens - reused["moved"] < MIN_TOKENS, "of other chats: too few to start from"
-    url, headers = fleet.workers[taker].url, {"authorization": f"Bearer {JOIN_TOKEN}"}
-    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+    with fleet.client_at(taker) as client:
         cold = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "of another scope"
     assert second.json()["choices"] == cold["choices"]
