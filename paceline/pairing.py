@@ -75,14 +75,6 @@ class Pairing(BaseModel):
     none."""
 
 
-class SealedKey(BaseModel):
-    """The public key of a worker that pairs, sealed."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    sealed: Annotated[str, Field(pattern="^([0-9a-f]{2}){1,200}$")]
-
-
 class PairingWrong(Exception):
     """The other side does not know the code, or sent an invalid message."""
 

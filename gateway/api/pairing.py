@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from typing import Annotated
+
+from fastapi import Body, Request
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, admin_router, open_router
@@ -14,17 +16,11 @@ from gateway.errors import (
     WorkerUnknown,
 )
 from gateway.proxy.client import peer_address
-from paceline.pairing import (
-    CODE_VALID_S,
-    PAIRING_PATH,
-    Key,
-    PairingAnswer,
-    PairingRequest,
-    SealedKey,
-)
+from paceline.pairing import CODE_VALID_S, PAIRING_PATH, Key, PairingAnswer, PairingRequest
 
 exchanges = open_router(PAIRING_PATH)
 router = admin_router(PAIRING_PATH)
+SealedKey = Annotated[str, Body(embed=True, description="The public key of the worker, sealed.")]
 _EXCHANGE = failures(PageRefused, PairingRefused, TooManyWorkers, *WITH_BODY, *STORED)
 
 
@@ -64,8 +60,6 @@ async def begin(begun: PairingRequest, request: Request, gateway: CurrentGateway
 
 
 @exchanges.put("/exchange/{proof}", responses=_EXCHANGE)
-async def finish(
-    proof: Key, gateway: CurrentGateway, key: SealedKey | None = None
-) -> SealedPairing:
+async def finish(proof: Key, gateway: CurrentGateway, sealed: SealedKey = "") -> SealedPairing:
     """Give a worker that has proved the code its token and its certificate, sealed."""
-    return {"sealed": await gateway.pairing_codes.finish(proof, key.sealed if key else "")}
+    return {"sealed": await gateway.pairing_codes.finish(proof, sealed)}

@@ -22,7 +22,7 @@ from gateway.errors import (
     WorkerUnconfirmed,
     WorkerUnknown,
 )
-from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, speaks_tls
 from gateway.fleet.worker import WorkerState
 from gateway.pairing.paired_workers import Certificates
 from gateway.state.counters import GONE_WORKERS
@@ -77,6 +77,8 @@ class WorkerDetails(TypedDict):
     in_flight: int
     lanes: list[LaneLoad]
     url: NotRequired[str]
+    tls: NotRequired[bool]
+    """Whether the gateways call it over TLS, as they do paired workers."""
     kind: NotRequired[str]
     """`paceline`, or the kind of another engine."""
     model: NotRequired[str]
@@ -265,6 +267,7 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
     if last := member or gone:
         report = last.report
         worker |= {"url": report.url, "model": report.model, "labels": list(report.labels)}
+        worker["tls"] = speaks_tls(report)
     if gone is not None:
         unix_s = int(gateway.wall() - gateway.clock() + gone.since_s)
         worker["gone_since"] = datetime.fromtimestamp(unix_s, UTC).isoformat()

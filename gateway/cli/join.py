@@ -104,7 +104,7 @@ def _pair(gateway: Gateway, name: str) -> str:
     try:
         side = PairingSide(read_code(click.prompt(f"Code of {gateway.url}")))
         identity = Identity.new()
-        pairing = _exchange(gateway, name, side, identity.public_key)
+        pairing = exchange(gateway, name, side, identity.public_key)
     except ValidationError:
         raise gateway.unknown_server() from None
     except (ValueError, click.Abort):
@@ -127,8 +127,8 @@ def _pair(gateway: Gateway, name: str) -> str:
     return pairing.worker_id
 
 
-def _exchange(gateway: Gateway, name: str, side: PairingSide, public_key: str) -> Pairing:
-    """Return the gateway's result; raise `PairingWrong` unless it knows the code."""
+def exchange(gateway: Gateway, name: str, side: PairingSide, public_key: str) -> Pairing:
+    """Pair with a gateway, and return its result; raise `PairingWrong` unless it knows the code."""
     path = f"{PAIRING_PATH}/exchange"
     request = {"name": name, "message": side.message}
     answer = PairingAnswer.model_validate(gateway.read("POST", path, json=request))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import SecretStr
 from pydantic_core import from_json, to_json
@@ -73,14 +73,6 @@ class _Paceline(Engine):
         )
 
 
-class Access(NamedTuple):
-    """How the gateways call a paired worker."""
-
-    token: SecretStr
-    server_name: str
-    """The name in its certificate; '' while it has none and speaks plain HTTP."""
-
-
 class PacelineWorker(_Paceline):
     """A worker of Paceline that sends heartbeats, authorized by the join token or by its own."""
 
@@ -92,19 +84,20 @@ class PacelineWorker(_Paceline):
 
     def __init__(self, token: str = "") -> None:
         super().__init__(token)
-        self.paired: Mapping[str, Access] = {}
-        """The access to paired workers by their ids."""
+        self.paired: Mapping[str, SecretStr] = {}
+        """The tokens of paired workers by their ids."""
+        self.server_names: Mapping[str, str] = {}
+        """The names in the certificates of those that have one."""
 
     def authorization_of(self, worker_id: str) -> Mapping[str, str]:
         """Return the header with the token of a paired worker, or else the join token."""
-        if (access := self.paired.get(worker_id)) is None:
+        if (token := self.paired.get(worker_id)) is None:
             return self.authorization
-        return {"authorization": f"Bearer {access.token.get_secret_value()}"}
+        return {"authorization": f"Bearer {token.get_secret_value()}"}
 
     def server_name(self, worker_id: str) -> str:
         """Return the name in the certificate of a paired worker; '' for others."""
-        access = self.paired.get(worker_id)
-        return access.server_name if access else ""
+        return self.server_names.get(worker_id, "")
 
     def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
         """Return the one model of the report, and whether it lacks pictures."""

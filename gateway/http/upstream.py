@@ -150,9 +150,7 @@ class ConnectionPool:
     async def _connect(self, address: _Address) -> UpstreamConnection:
         """Open a connection; raise `WorkerUnreachable`."""
         host, port, tls, server_name = address
-        trusted = None
-        if tls:
-            trusted = self._fleet_tls if server_name else certificate_authorities()
+        of_fleet = self._fleet_tls if server_name else None
 
         def keep(connection: UpstreamConnection) -> None:
             self._idle[address].append((self._loop.time(), connection))
@@ -163,7 +161,7 @@ class ConnectionPool:
                     lambda: UpstreamConnection(self._loop, keep, self._wait_for_turn),
                     host,
                     port,
-                    ssl=trusted,
+                    ssl=(of_fleet or certificate_authorities()) if tls else None,
                     server_hostname=server_name or None if tls else None,
                 )
         except OSError as error:  # a timeout is one

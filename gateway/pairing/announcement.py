@@ -46,10 +46,7 @@ class FoundGateway(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def announced(host: str, port: int, fingerprint: str) -> AsyncIterator[None]:
-    """Announce a gateway within the context; a network that permits none is logged.
-
-    `fingerprint` is that of the authority of its fleet.
-    """
+    """Announce a gateway within the context; a network that permits none is logged."""
     registering = asyncio.create_task(asyncio.to_thread(register, host, port, fingerprint))
     try:
         yield
@@ -79,17 +76,14 @@ def announcement(host: str, port: int, fingerprint: str) -> ServiceInfo:
     """Return the announcement of a gateway; raise `OSError` for a host without an address."""
     reached = urlsplit(network_url(host, port)).hostname or host
     found = socket.getaddrinfo(reached, port, type=socket.SOCK_STREAM)
+    fleet = {"fleet": fingerprint[:16], "fingerprint": fingerprint}
     name = f"{name_of_host(socket.gethostname()) or 'gateway'}-{port}"
     return ServiceInfo(
         SERVICE,
         f"{name}.{SERVICE}",
         port=port,
         parsed_addresses=list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found)),
-        properties={
-            "version": version("paceline"),
-            "fleet": fingerprint[:16],
-            "fingerprint": fingerprint,
-        },
+        properties={"version": version("paceline"), **fleet},
         server=f"paceline-{secrets.token_hex(4)}.local.",
     )
 

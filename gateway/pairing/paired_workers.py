@@ -24,7 +24,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, SecretStr
 from typing_extensions import TypedDict
 
 from gateway.auth.api_keys import matches_secret
-from gateway.engines.paceline import Access, PacelineWorker
+from gateway.engines.paceline import PacelineWorker
 from gateway.errors import (
     PairingEnded,
     RecordsUnwritable,
@@ -50,7 +50,6 @@ _SEEN_INTERVAL = timedelta(hours=1)
 _AUTHORITY = "/authority"
 _GATEWAY = "gateway"
 """The name in the certificates of gateways."""
-_MAX_ENDED = 1000
 _NAME_CHARS = 58
 """Of the id that a worker would like: a number may follow."""
 
@@ -162,8 +161,7 @@ class PairedWorkers:
         """Return whether this is the token of the worker; raise `PairingEnded` if of none now."""
         if not (authorization or b"").startswith(_BEARER):
             return False
-        access = self._backend.paired.get(worker_id)
-        if access is None or not matches_secret(authorization, access.token):
+        if not matches_secret(authorization, self._backend.paired.get(worker_id)):
             raise PairingEnded
         return True
 
@@ -175,7 +173,7 @@ class PairedWorkers:
         paired, key = self.by_worker.get(report.worker_id), report.public_key
         if paired is None or not key:
             return {}
-        answer: Certificates = {"ended_pairings": [*self._ended][-_MAX_ENDED:]}
+        answer: Certificates = {"ended_pairings": [*self._ended]}
         due = is_due(report.certificate_until_s, self._wall())
         if due and paired.public_key in (None, key):
             with contextlib.suppress(RecordsUnwritable):  # with one of the next heartbeats
@@ -208,9 +206,9 @@ class PairedWorkers:
         if self._authority is None and (record := texts.get(_AUTHORITY)):
             self._authority = await asyncio.to_thread(self._derive, json.loads(record)["number"])
         await self._renew_own()
+        self._backend.server_names = {name: self._server_name(name) for name in self.by_worker}
         self._backend.paired = {
-            name: Access(SecretStr(self._token(name, one)), self._server_name(name))
-            for name, one in self.by_worker.items()
+            name: SecretStr(self._token(name, one)) for name, one in self.by_worker.items()
         }
         for name in before.keys() - self.by_worker.keys():
             self._fleet.remove(name)
@@ -259,7 +257,7 @@ class PairedWorkers:
             await self._table.replace(name + _ENDED, _At(at=until).model_dump_json())
 
     async def _renew_own(self) -> None:
-        """Give this gateway a new key and certificate, which are only in memory, if it needs one."""
+        """Give this gateway a new key and certificate, only in memory, if it needs one."""
         needed = any(one.public_key for one in self.by_worker.values())
         if needed and self._authority is not None and is_due(self._tls_until_s, self._wall()):
             given = _GATEWAY, self._wall()

@@ -236,6 +236,8 @@ class WorkerStatus(StatusModel):
     without such a problem."""
     kind: str
     """`paceline`, or the kind of another engine; empty if the worker is gone."""
+    tls: bool
+    """Whether the gateways call it over TLS, as they do paired workers."""
     model: str
     models: tuple[str, ...]
     """All models that it serves now."""

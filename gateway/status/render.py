@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from gateway.errors import FieldInvalid
-from gateway.fleet.registry import Absence, WorkerRegistry
+from gateway.fleet.registry import Absence, WorkerRegistry, speaks_tls
 from gateway.fleet.worker import WorkerState
 from gateway.state.counters import CounterKey, sum_lanes
 from gateway.status import model
@@ -169,6 +169,7 @@ class FleetRenderer:
             state=worker_state(worker),
             problem=worker.trouble if worker else "",
             kind=worker.backend.kind if worker else "",
+            tls=speaks_tls(latest),
             model=latest.model,
             models=worker.models if worker else (),
             labels=latest.labels,

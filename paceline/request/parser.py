@@ -285,11 +285,11 @@ def read_functions(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
         raise FieldError("tools", f"'tools' must be a list of at most {TOOLS_LIMIT}.")
     named: dict[str, Any] = {}
     for index, tool in enumerate(tools or ()):
-        if isinstance(tool, Mapping) and tool.get("type") == "custom":
-            raise FieldError(
-                f"tools[{index}].type",
-                "Custom tools work only on /v1/responses; a chat can only have functions.",
-            )
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind not in (None, "function"):
+            other = " Custom tools work on /v1/responses." if kind == "custom" else ""
+            problem = f"'type' is {kind!r:.100}; a chat can only have functions.{other}"
+            raise FieldError(f"tools[{index}].type", problem)
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise FieldError(f"tools[{index}]", "Each tool must be a function with a name.")

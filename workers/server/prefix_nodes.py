@@ -244,12 +244,9 @@ class _Peer:
         body, credentials = await asyncio.to_thread(self._question, nonce, query)
         headers = {"content-type": "application/json", "authorization": credentials}
         try:
+            named = {"sni_hostname": self.server_name}
             async with self.client.stream(
-                "POST",
-                self.name + PATH,
-                content=body,
-                headers=headers,
-                extensions={"sni_hostname": self.server_name},
+                "POST", self.name + PATH, content=body, headers=headers, extensions=named
             ) as response:
                 if response.status_code != httpx.codes.OK:
                     reason = _STATUS_REASONS.get(response.status_code, "failed")

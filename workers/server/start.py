@@ -121,10 +121,8 @@ def _run(settings: WorkerSettings) -> int:
             else:
                 cache = prefix_cache_on_disk(settings)
                 load = functools.partial(load_engine, settings, source, adapter, cache)
-            serving = _start_and_serve(
-                settings, source, starting, load, listener, identity=identity
-            )
-            return runner.run(serving)
+            place = listener, identity
+            return runner.run(_start_and_serve(settings, source, starting, load, place))
 
 
 def _identity_of(settings: WorkerSettings) -> WorkerIdentity | None:
@@ -254,11 +252,10 @@ async def _start_and_serve(
     source: ModelSource,
     starting: StartingWorker,
     load: Callable[[ProgressSink], RunningEngine],
-    listener: socket.socket,
-    *,
-    identity: WorkerIdentity | None,
+    place: tuple[socket.socket, WorkerIdentity | None],
 ) -> ExitCode:
     """Load the engine and serve until the end, and send heartbeats all the while."""
+    listener, identity = place
     shutdown, changed = Shutdown(), asyncio.Event()
     worker: StartingWorker | Worker[RunningEngine] = starting
     membership = Membership(

@@ -292,6 +292,9 @@ class _History(Replacements):
         if (pdf := pdf_of(block)) is not None:
             return self.document(pdf, block.get("title"), kind, at, f"{at}.source", new=new)
         part = _part_of(block, at, self.inside)
+        if new and part is None and isinstance(block.get("source"), Mapping):
+            why = "It must be base64 or text; the gateway does not follow links or ids."
+            raise _wrong(f"{at}.source.type", why)
         if new and part is None:
             raise _wrong(f"{at}.type", f"This gateway does not support '{kind[:100]}'.")
         return [self.part(part, kind, at, new=new)]

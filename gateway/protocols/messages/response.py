@@ -18,7 +18,12 @@ from gateway.protocols.messages.request import MessagesChat
 from gateway.types import UNUSED, Json
 
 _OF_PROMPT = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
 
 
 def message_of(answer: Mapping[str, Any], content: Sequence[Json], breakpoint_in: str) -> Json:

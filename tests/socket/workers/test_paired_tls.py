@@ -54,7 +54,7 @@ def refused(worker: PairedWorker, identity: Identity | None) -> bool:
         return True
 
 
-def test_a_paired_worker_is_called_over_tls_and_admits_nobody_else(gateway, tmp_path) -> None:
+def test_l20_a_paired_worker_is_called_over_tls_and_admits_nobody_else(gateway, tmp_path) -> None:
     with paired_worker(gateway, tmp_path) as worker:
         wait_until(lambda: serves(gateway, "https"))
         answer = gateway.chat(model="scripted")
@@ -79,7 +79,7 @@ def test_a_paired_worker_is_called_over_tls_and_admits_nobody_else(gateway, tmp_
             httpx.get(f"https://127.0.0.1:{worker.port}/livez", verify=context, trust_env=False)
 
 
-def test_the_certificate_of_another_worker_at_its_address_is_refused(gateway, tmp_path) -> None:
+def test_l20_the_certificate_of_another_worker_at_its_address_is_refused(gateway, tmp_path) -> None:
     with paired_worker(gateway, tmp_path) as first:
         wait_until(lambda: serves(gateway, "https"))
         with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
@@ -142,7 +142,7 @@ def test_a_certificate_is_renewed_in_its_last_third_and_only_for_the_key_of_the_
         Identity.new().renewed(new["certificate"], new["authority"])
 
 
-def test_no_worker_admits_one_whose_pairing_has_ended(gateway, tmp_path) -> None:
+def test_l20_no_worker_admits_one_whose_pairing_has_ended(gateway, tmp_path) -> None:
     with (
         paired_worker(gateway, tmp_path) as first,
         paired_worker(gateway, tmp_path, "studio") as second,

@@ -350,6 +350,10 @@ def test_reasoning_comes_back_to_the_model_only_if_it_is_ours_and_unchanged() ->
         ({"messages": [user(7)]}, "messages.0.content"),
         ({"messages": [user([{"type": "text"}])]}, "messages.0.content.0.text"),
         ({"messages": [user([{"type": "video"}])]}, "messages.0.content.0.type"),
+        (
+            {"messages": [user([{"type": "document", "source": {"type": "url", "url": "x"}}])]},
+            "messages.0.content.0.source.type",
+        ),
         ({"system": [{"type": "image"}]}, "system.0"),
         ({"tools": [{}]}, "tools.0"),
         ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
@@ -501,6 +505,8 @@ def test_a_stop_sequence_is_named_and_usage_tells_the_tokens_of_reasoning() -> N
     for reason, expected in (("END", ("stop_sequence", "END")), (7, ("end_turn", None))):
         message = whole({"content": "a"}, finish_reason="stop", stop_reason=reason)
         assert (message["stop_reason"], message["stop_sequence"]) == expected
+    filtered = whole({"content": "a"}, finish_reason="content_filter")
+    assert filtered["stop_reason"] == "refusal", "no end of the model's own"
 
 
 def test_the_events_of_a_stream_come_in_anthropics_order() -> None:
