@@ -159,19 +159,10 @@ def test_a_text_that_is_too_long_is_refused_or_cut(stack: Stack) -> None:
 
 def test_a_model_is_asked_only_for_what_it_serves(stack: Stack) -> None:
     assert served_models(stack.gateway) == {EMBEDDER: ["embeddings"], RERANKER: ["rerank"]}
-    ranked = {"query": "q", "documents": ["d"]}
-    for response in (
-        stack.post("/v1/rerank", model=EMBEDDER, **ranked),
-        stack.post("/v2/rerank", model=EMBEDDER, **ranked),
-        stack.post("/v1/embeddings", model=RERANKER, input="x"),
-        stack.gateway.chat(model=EMBEDDER),
-        stack.gateway.client.post("/v1/responses", json={"model": RERANKER, "input": "x"}),
-        httpx.post(
-            f"{stack.embedder.url}/v1/chat/completions", json={}, headers=token(), timeout=60
-        ),
-        httpx.post(f"{stack.embedder.url}/v1/rerank", json={}, headers=token(), timeout=60),
-    ):
-        assert status_and_code(response) == (400, "model_not_supported")
+    for path in ("/v1/chat/completions", "/v1/rerank"):
+        url = f"{stack.embedder.url}{path}"
+        refused = httpx.post(url, json={}, headers=token(), timeout=60)
+        assert status_and_code(refused) == (400, "model_not_supported")
 
 
 def token() -> dict[str, str]:

@@ -56,6 +56,18 @@ async def test_a_busy_engine_and_a_refusal_for_lack_of_memory_have_a_retry_after
     assert "47.5 GB, of 48.0 GB" in response.json()["error"]["message"]
 
 
+async def test_an_invalid_generation_names_the_field() -> None:
+    response = await post(ScriptedEngine([InvalidGeneration("logit_bias", "No such token.")]))
+    assert response.json() == {
+        "error": {
+            "message": "No such token.",
+            "type": "invalid_request_error",
+            "param": "logit_bias",
+            "code": "invalid_value",
+        }
+    }
+
+
 async def test_a_too_long_prompt_is_named_by_the_endpoints_field() -> None:
     too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
     body = {"model": "scripted", "prompt": "x"}
