@@ -166,32 +166,6 @@ async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: 
     assert stream.complete
 
 
-def test_requests_with_one_system_prompt_run_on_the_worker_that_cached_it(fleet: Fleet) -> None:
-    """The usage of the worker shows that both of its lanes have the prompt cached."""
-    with httpx.Client(base_url=fleet.url, timeout=60) as client:
-        for number in range(2):
-            system = f"You are clerk number {number} of a small harbour. " + 12 * (
-                "Ships come in with the tide and go out with the wind. "
-            )
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": TEXT}]
-            body = {"model": fleet.model, "messages": messages, "max_tokens": 4}
-            responses = [
-                client.post(
-                    "/v1/chat/completions", json={**body, "temperature": temperature}
-                ).raise_for_status()
-                for temperature in (0, 0, 1)
-            ]
-            prefix_results = [response.headers["x-paceline-prefix"] for response in responses]
-            cached = [
-                response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-                for response in responses
-            ]
-            assert len({response.headers["x-paceline-worker"] for response in responses}) == 1
-            assert prefix_results == ["miss", "hit", "hit"]
-            assert cached[0] == 0
-            assert cached[1] == cached[2] > 100
-
-
 def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -> None:
     """The usage of the worker shows that it read the new message alone."""
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
