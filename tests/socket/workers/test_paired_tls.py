@@ -161,3 +161,15 @@ def test_l20_no_worker_admits_one_whose_pairing_has_ended(gateway, tmp_path) -> 
         assert serves(gateway, "https"), "the gateway is admitted as before"
         again = pair(gateway, show_code(gateway), "studio", public_key=stolen.public_key)
         assert name_of(stolen.renewed(again.certificate, again.authority)) != name_of(stolen)
+
+
+def test_each_gateway_of_a_fleet_has_a_certificate_of_its_authority(
+    make_cluster_gateway, redis, tmp_path
+) -> None:
+    first, second = make_cluster_gateway(), make_cluster_gateway()
+    with paired_worker(first, tmp_path):
+        wait_until(lambda: serves(second, "https"))
+        assert second.chat(model="scripted").status_code == 200
+    stored = redis.client.hgetall("paceline:{pairings}:records")
+    assert {"/authority", "mini", "mini/key"} <= set(stored)
+    assert "PRIVATE" not in str(stored)
