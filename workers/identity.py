@@ -34,7 +34,6 @@ class WorkerIdentity:
         self.public_key = self._identity.public_key
         self.server, self.client = paired_tls(server=True), paired_tls()
         self.certified = asyncio.Event()
-        """Set once there is a certificate."""
         self._ended: frozenset[str] = frozenset()
         if self._identity.certificate:
             self._load()

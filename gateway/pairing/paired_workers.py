@@ -126,10 +126,7 @@ class PairedWorkers:
         await self._renew_own()
 
     async def add(self, name: str, address: str, public_key: str = "") -> Pairing:
-        """Pair a worker: under this id, or one like it while a live worker has this one.
-
-        With a public key it gets a certificate too.
-        """
+        """Pair a worker: under this id, or one like it while a live worker has this one."""
         await self.refresh()
         if len(self.by_worker) >= MAX_WORKERS:
             raise TooManyWorkers
