@@ -22,8 +22,8 @@ from gateway.types import RawBody
 
 _SMALL_BYTES = 16 * 1024
 _LARGE_BYTES = 512 * 1024
-_LARGE_CONTAINERS = 1000
-"""Objects and lists that take a few milliseconds."""
+_LARGE_CONTAINERS, _LARGE_VALUES = 1000, 10_000
+"""Objects and lists, and other values, that take a few milliseconds."""
 _REFERENCES = (b"previous_response_id", b"conversation", b"item_reference")
 """Only a body with one of these continues a stored response, which may be large."""
 
@@ -94,6 +94,8 @@ def is_large(raw: RawBody) -> bool:
     size = len(raw)
     if size > _LARGE_BYTES:
         return True
-    if size > _SMALL_BYTES and raw.count(b"{") + raw.count(b"[") > _LARGE_CONTAINERS:
-        return True
+    if size > _SMALL_BYTES:
+        containers = raw.count(b"{") + raw.count(b"[")
+        if containers > _LARGE_CONTAINERS or raw.count(b",") > _LARGE_VALUES:
+            return True
     return any([name in raw for name in _REFERENCES])  # noqa: C419  # a generator is slower

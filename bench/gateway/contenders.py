@@ -115,7 +115,7 @@ async def running_gateway(
     beating = None
     if contender is OURS:
         url = f"http://127.0.0.1:{worker_port}"
-        beating = asyncio.create_task(_send_heartbeats(port, url, JOIN_TOKEN))
+        beating = asyncio.create_task(send_heartbeats(port, url))
     elif contender is OVER_TLS:
         beating = asyncio.create_task(_join_paired(port))
     try:
@@ -162,10 +162,10 @@ async def _join_paired(port: int) -> None:
         file.write(identity.model_dump_json())
         file.flush()
         async with running_backend(file.name) as worker_port:
-            await _send_heartbeats(port, f"https://127.0.0.1:{worker_port}", pairing.token)
+            await send_heartbeats(port, f"https://127.0.0.1:{worker_port}", pairing.token)
 
 
-async def _send_heartbeats(port: int, url: str, token: str) -> None:
+async def send_heartbeats(port: int, url: str, token: str = JOIN_TOKEN) -> None:
     worker = backend.report(url)
     path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
     headers = {"authorization": f"Bearer {token}"}

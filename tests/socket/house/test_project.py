@@ -76,8 +76,8 @@ def test_ctrl_c_ends_the_set_up_with_one_sentence_and_no_half_of_it_passes_for_r
         os.killpg(process.pid, signal.SIGINT)
     os.close(output)
     printed = ""
-    with os.fdopen(terminal) as file, contextlib.suppress(OSError):  # the end of a terminal
-        while line := file.readline():
+    with os.fdopen(terminal) as output_of, contextlib.suppress(OSError):  # the end of a terminal
+        while line := output_of.readline():
             printed += line
     assert process.returncode == 130
     sentence = "paceline: set-up was stopped; the same command goes on with it.\n"
