@@ -59,7 +59,7 @@ from gateway.state.worker_reports import SharedWorkerReports
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
-from paceline.http import CHECK_S
+from paceline.http import CHECK_S, paired_tls
 from paceline.installation import install_command
 from paceline.lifecycle import TRIM_INTERVAL_S, Shutdown, first_of, trim_heap
 from paceline.protocol import KEEPALIVE_S
@@ -135,11 +135,13 @@ class Gateway:
         self.recent_requests, self.documents = RecentRequests(), DocumentReader(memory)
         self.inspection_thread = self.exit_stack.enter_context(InspectionThread())
         self._build_fleet(PacelineWorker(join_token))
-        self.paired_workers = PairedWorkers(records, secret, self.fleet, self.paceline, wall)
+        self.fleet_tls = paired_tls()
+        paired = records, secret, self.fleet, self.paceline
+        self.paired_workers = PairedWorkers(*paired, wall, tls=self.fleet_tls)
         self._build_accounts()
         if redis is None:
             self.counters: CounterStore = MemoryCounters(self.accounting.take_pending)
-            self.control = ReportClient(self.paceline, self.fleet, self.counters)
+            self.control = ReportClient(self.paceline, self.fleet, self.counters, self.fleet_tls)
             self.expiring_records: ExpiringRecords = MemoryRecords(clock, memory)
             kept = FileRecords(settings.state_dir.expanduser() / "workers.json")
             place = kept, str(settings.port)
@@ -194,7 +196,7 @@ class Gateway:
         """Build the exchange of this gateway with others."""
         reports = SharedWorkerReports(redis)
         self.counters = counters = SharedCounters(redis, reports, self.accounting.take_pending)
-        self.control = ReportClient(self.paceline, self.fleet, counters)
+        self.control = ReportClient(self.paceline, self.fleet, counters, self.fleet_tls)
         prefixes = self.prefix_index
         peers = PeerWorkers(reports, self.fleet, self.control, prefixes, clock=self.clock)
         limits = SharedRateLimits(redis, self.api_keys.rate_limiters, self.clock)
@@ -276,7 +278,7 @@ class Gateway:
             self.lame_duck = True
             if shutdown.lame_duck:
                 await first_of(server, shutdown.forced.wait(), timeout_s=settings.lame_duck_s)
-            self.draining = True
+            self.draining = not shutdown.restart  # the last requests of a restart are served
             await first_of(drained(), shutdown.forced.wait(), timeout_s=settings.drain_timeout_s)
         finally:
             self.lame_duck = self.draining = True

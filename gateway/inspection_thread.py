@@ -22,8 +22,8 @@ from gateway.types import RawBody
 
 _SMALL_BYTES = 16 * 1024
 _LARGE_BYTES = 512 * 1024
-_LARGE_CONTAINERS = 1000
-"""Objects and lists that take a few milliseconds."""
+_LARGE_CONTAINERS, _LARGE_VALUES = 1000, 10_000
+"""Objects and lists, and other values, that take a few milliseconds."""
 _REFERENCES = (b"previous_response_id", b"conversation", b"item_reference")
 """Only a body with one of these continues a stored response, which may be large."""
 
@@ -36,13 +36,19 @@ class Turn(NamedTuple):
 
     hold: MemoryHold
     """Has the bytes of the body, and of all that is made of it."""
-    thread: InspectionThread | None = None
+    thread: InspectionThread
+    size_bytes: int = 0
+    """Of the body with the items that it continues, as far as they decide the place."""
+
+    def grown(self, size_bytes: int) -> Turn:
+        """Return the turn of a body that has this size with the items that it continues."""
+        return self._replace(size_bytes=max(self.size_bytes, size_bytes))
 
     async def run(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function; return its result."""
-        if self.thread is None:
+        if self.size_bytes <= _LARGE_BYTES:
             return work(*args, **kwargs)
-        return await self.thread.run(sys.maxsize, work, *args, **kwargs)
+        return await self.thread.run(self.size_bytes, work, *args, **kwargs)
 
 
 class InspectionThread:
@@ -60,11 +66,11 @@ class InspectionThread:
         """
         if not is_large(raw):
             hold.add(footprint_bytes(raw, bounded=True))
-            yield Turn(hold)
+            yield Turn(hold, self)
             return
         async with self._clients.setdefault(hold.client, asyncio.Lock()):
             hold.add(await self.run(len(raw), footprint_bytes, raw, bounded=True))
-            yield Turn(hold, self)
+            yield Turn(hold, self, sys.maxsize)
 
     async def run(
         self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
@@ -88,6 +94,8 @@ def is_large(raw: RawBody) -> bool:
     size = len(raw)
     if size > _LARGE_BYTES:
         return True
-    if size > _SMALL_BYTES and raw.count(b"{") + raw.count(b"[") > _LARGE_CONTAINERS:
-        return True
+    if size > _SMALL_BYTES:
+        containers = raw.count(b"{") + raw.count(b"[")
+        if containers > _LARGE_CONTAINERS or raw.count(b",") > _LARGE_VALUES:
+            return True
     return any([name in raw for name in _REFERENCES])  # noqa: C419  # a generator is slower

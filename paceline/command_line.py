@@ -19,7 +19,7 @@ class Command(click.Command):
     """A command whose errors name it."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; raise `UsageError` for a surplus one too."""
+        """Parse the arguments; raise `UsageError` for a surplus one and for an empty value too."""
         ctx.allow_extra_args = True
         try:
             surplus = super().parse_args(ctx, args)
@@ -28,6 +28,10 @@ class Command(click.Command):
             raise
         if surplus and not ctx.resilient_parsing:
             raise click.UsageError(f"unexpected argument '{surplus[0]}'.", ctx)
+        for option in self.params:
+            # As of a variable of the shell that is not set.
+            if ctx.params.get(option.name or "") in ("", ("",)) and option.default != "":
+                raise click.BadParameter("the value is empty", ctx, option)
         return surplus
 
 
@@ -39,7 +43,7 @@ def model_problem(named: str) -> str:
     """Return the problem with the folder or Hugging Face name of a model, or an empty text."""
     try:
         folder = Path(named).expanduser()
-        if folder.is_dir():
+        if named and folder.is_dir():
             known = any(folder.glob("*config.json"))
             return "" if known else f"The folder {named} has no model: its config.json is missing."
     except (OSError, RuntimeError, ValueError):  # no name of a file, or of a user's folder

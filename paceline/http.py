@@ -317,10 +317,11 @@ class Server(uvicorn.Server):
         self,
         app: ASGIApp,
         *,
-        connection: type[BoundedProtocol] = BoundedProtocol,
+        connection: Callable[..., BoundedProtocol] = BoundedProtocol,
         head_timeout_s: float = 10.0,
         write_timeout_s: float = 30.0,
         check_s: float = CHECK_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         protocol = functools.partial(
             connection, head_timeout_s=head_timeout_s, write_timeout_s=write_timeout_s
@@ -340,6 +341,7 @@ class Server(uvicorn.Server):
             )
         )
         self._check_s = check_s
+        self._tls = tls
         self._listening = asyncio.Event()
         self._ending = asyncio.Event()
 
@@ -347,6 +349,7 @@ class Server(uvicorn.Server):
     async def on(self, listener: socket.socket) -> AsyncIterator[None]:
         """Accept connections within the context; the listener listens already."""
         _probe_idle_clients(listener)
+        self._listener = listener
         self.serving = asyncio.create_task(self.serve(sockets=[listener]), name="server")
         try:
             await first_of(self.serving, self._listening.wait())
@@ -359,8 +362,18 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and report that connections are accepted."""
+        self.config.ssl = self._tls
         await super().startup(sockets)
         self._listening.set()
+
+    async def secure(self, tls: ssl.SSLContext) -> None:
+        """Speak only TLS from now on; requests that run end as they began."""
+        before, self._tls = self.servers, tls
+        await self.startup([self._listener.dup()])
+        for server in before:
+            server.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
 
     async def main_loop(self) -> None:
         """Check the time limits of all connections once a second, until the end."""
@@ -374,6 +387,13 @@ class Server(uvicorn.Server):
         now_s = asyncio.get_running_loop().time()
         for connection in tuple(self.server_state.connections):
             connection.check(now_s)  # type: ignore[union-attr]  # all are of this module
+
+    def stop_accepting(self) -> None:
+        """Leave new connections in the queue of the listener, and close those without a request."""
+        for server in self.servers:
+            server.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listeners, and the connections once their clients have read their responses."""
@@ -514,7 +534,8 @@ class _BufferedTransport(asyncio.Transport):
         self._send()
         if self._unread() and not self._transport.is_closing():
             self._transport.resume_reading()
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # TLS has no half of a connection
+                self._transport.write_eof()
         else:
             self._transport.close()
 
@@ -538,6 +559,19 @@ def encode_head(status: int, headers: Collection[tuple[bytes, bytes]]) -> bytes:
     """Encode a head."""
     lines = [b"%b: %b" % (name, header_value(value)) for name, value in headers]
     return b"\r\n".join((_STATUS_LINES[status], *lines, b"\r\n"))
+
+
+def paired_tls(*, server: bool = False) -> ssl.SSLContext:
+    """Return a context for TLS 1.3 between gateways and paired workers; an `Identity` completes it.
+
+    Both sides present a certificate of their fleet.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server:
+        context.num_tickets = 0  # a resumed session would not present its certificate again
+    return context
 
 
 @functools.cache

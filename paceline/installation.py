@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from importlib.metadata import distribution
 from importlib.util import find_spec
@@ -60,12 +61,14 @@ def missing_worker() -> str:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that adds an extra to this installation, and keeps the present ones."""
+    """Return the command that adds an extra to this installation, from the same source."""
     if clone() is not None:
         return _IN_CLONE[extra]
     extras = ",".join(name for name in sorted(_MODULES) if name == extra or _is_installed(name))
-    version = distribution("paceline").version
-    return f"uv tool install 'paceline-{version}-py3-none-any.whl[{extras}]'"
+    paceline = distribution("paceline")
+    origin = json.loads(paceline.read_text("direct_url.json") or "{}").get("url")
+    pinned = f" @ {origin}" if origin else f"=={paceline.version}"
+    return f"uv tool install 'paceline[{extras}]{pinned}'"
 
 
 def _is_installed(extra: str) -> bool:

@@ -27,6 +27,9 @@ ALPHABET = "ABCDEFGHJKMNPQRSTVWXYZ"
 """Letters of codes, without similar ones."""
 CODE_CHARS = 8
 CODE_VALID_S = 120.0
+CERTIFICATE_LIFE_S = 90 * 86_400.0
+CERTIFICATE_BACKDATED_S = 2 * 86_400.0
+"""A certificate is valid so long before it is made, for machines whose clock is late."""
 TOKEN_PREFIX = "paired-"  # noqa: S105  # of all tokens of paired workers
 _INFO = b"paceline pairing 1 "
 _NONCE = bytes(12)
@@ -35,6 +38,8 @@ _NONCE = bytes(12)
 Message = Annotated[str, Field(pattern="^[0-9a-f]{66}$")]
 """A message of SPAKE2."""
 Key = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+PublicKey = Key
+"""Of a certificate."""
 WorkerId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
@@ -64,6 +69,10 @@ class Pairing(BaseModel):
     token: str = Field(pattern=r"^[!-~]{1,200}$")
     nodes_key: Key
     """The key for the exchange of prefix-cache nodes between workers of one fleet."""
+    certificate: str = ""
+    authority: str = ""
+    """The certificate of the worker and that of the fleet, in PEM; gateways of older versions send
+    none."""
 
 
 class PairingWrong(Exception):
@@ -76,6 +85,9 @@ class SessionKeys(NamedTuple):
     gateway_proof: str
     worker_proof: str
     sealing: str
+    """Of the gateway's message."""
+    worker_sealing: str = ""
+    """Of the worker's message."""
 
 
 class PairingSide:
@@ -97,21 +109,28 @@ class PairingSide:
             shared = self._side.finish(bytes.fromhex(message))
         except (SPAKEError, NotOnCurve, ValueError):  # no point of the group
             raise PairingWrong from None
-        keys = HKDF(SHA256(), 96, salt=None, info=_INFO + name.encode()).derive(shared).hex()
-        return SessionKeys(keys[:64], keys[64:128], keys[128:])
+        keys = HKDF(SHA256(), 128, salt=None, info=_INFO + name.encode()).derive(shared).hex()
+        return SessionKeys(*(keys[begin : begin + 64] for begin in range(0, len(keys), 64)))
 
 
-def seal(pairing: Pairing, key: str) -> str:
-    """Encrypt the worker's record."""
-    text = pairing.model_dump_json().encode()
-    return AESGCM(bytes.fromhex(key)).encrypt(_NONCE, text, None).hex()
+def is_due(until_s: float, now_s: float) -> bool:
+    """Return whether a certificate with this end needs a new one: in the last third of its life.
+
+    So does one that a clock which was far ahead has dated, and which is not valid yet.
+    """
+    left_s = until_s - now_s
+    return not CERTIFICATE_LIFE_S / 3 <= left_s <= CERTIFICATE_LIFE_S + CERTIFICATE_BACKDATED_S
 
 
-def unseal(sealed: str, key: str) -> Pairing:
-    """Decrypt the gateway's message; raise `PairingWrong`."""
+def seal(text: str, key: str) -> str:
+    """Encrypt the only message of a key."""
+    return AESGCM(bytes.fromhex(key)).encrypt(_NONCE, text.encode(), None).hex()
+
+
+def unseal(sealed: str, key: str) -> str:
+    """Decrypt a message; raise `PairingWrong`."""
     try:
-        text = AESGCM(bytes.fromhex(key)).decrypt(_NONCE, bytes.fromhex(sealed), None)
-        return Pairing.model_validate_json(text)
+        return AESGCM(bytes.fromhex(key)).decrypt(_NONCE, bytes.fromhex(sealed), None).decode()
     except (InvalidTag, ValueError):
         raise PairingWrong from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -24,3 +25,23 @@ def check_private(path: Path) -> None:
         raise NotPrivate(errno.EPERM, "it belongs to another user")
     if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotPrivate(errno.EPERM, "other users may write to it")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a new file and move it into place, so that the file is always complete."""
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+        # The folder too: a power cut must not bring back a revoked key.
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -142,6 +142,8 @@ class NodeSource(Record):
     url: BaseUrl
     tokens: Count
     """Tokens of the prompt that it is believed to have."""
+    server_name: str = Field("", max_length=64)
+    """The name in its certificate; '' for a worker without TLS."""
 
 
 class DraftSource(StrEnum):
@@ -449,7 +451,11 @@ class WorkerReport(Record):
     protocol: Count = 1
     """The worker's `PROTOCOL`; a report without it is of the first."""
     url: BaseUrl
-    """Base URL for the gateway, such as http://192.168.1.20:9200."""
+    """Base URL for the gateway, such as http://192.168.1.20:9200, or with https for TLS."""
+    public_key: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    """Of the certificate of a paired worker; older workers do not report it."""
+    certificate_until_s: Count = 0
+    """When its certificate expires, in seconds since 1970; 0 without one."""
     model: ModelName
     fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{0,64}$")] = ""
     """Digest of weights and tokenizer: workers with the same one may continue each other's answers.

@@ -1,4 +1,4 @@
-"""The commands of this package, each in a process of its own: `paceline NAME` becomes it."""
+"""The commands of this package, each in its own process, which replaces `paceline NAME`."""
 
 from __future__ import annotations
 

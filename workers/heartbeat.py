@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from pydantic import SecretStr
@@ -26,6 +26,9 @@ from paceline.addresses import WILDCARDS, base_url
 from paceline.http import certificate_authorities, system_error
 from paceline.lifecycle import first_of
 from paceline.protocol import PAIRING_ENDED, PROTOCOL, WorkerReport, speaks
+
+if TYPE_CHECKING:
+    from workers.identity import WorkerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +66,11 @@ def wait_for_gateway(
     worker_url: str,
     pause: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Ask a gateway whether this worker may join; wait for one that cannot be reached.
+    """Ask a gateway whether this worker may join; wait for it if it cannot be reached.
 
     Raise `NotAdmitted` for another join token or protocol, if no gateway answers at the URL, or if
-    another worker goes on using the id: an earlier process of this one is forgotten soon.
-    `pause` waits for so many seconds, and may raise to end the wait.
+    another worker still uses the id: an earlier process of this one is forgotten soon.
+    `pause` waits for that many seconds, and may raise to end the wait.
     """
     waiting, taken = _RepeatedLog("gateway.unreachable, waiting for it"), 0
     with httpx.Client(
@@ -125,7 +128,7 @@ def _check_admission(response: httpx.Response, url: str, token: SecretStr | None
 
 
 def _json_of(response: httpx.Response) -> Mapping[str, Any]:
-    """Return the object in the body of a response; empty if there is none."""
+    """Return the object in the body of a response; empty without one."""
     try:
         body = response.json()
     except ValueError:
@@ -176,6 +179,8 @@ class Membership:
     port: int | None = None
     """Each gateway is given the address that faces it now, with this port. None: the URL of the
     report, which the owner has set."""
+    identity: WorkerIdentity | None = None
+    """That of a paired worker."""
 
 
 async def resolve(url: httpx.URL) -> set[str]:
@@ -366,7 +371,10 @@ class _Gateway:
         elif not self._joined:
             log.info("worker.joined gateway=%s", self._name)
         self._joined = True
-        interval_s = _json_of(response).get("interval_s")
+        answer = _json_of(response)
+        if self._membership.identity is not None:
+            self._membership.identity.apply(answer)
+        interval_s = answer.get("interval_s")
         if isinstance(interval_s, int | float) and 0 < interval_s <= _LONGEST_INTERVAL_S:
             return interval_s
         return _INTERVAL_S
@@ -379,9 +387,11 @@ class _Gateway:
     def _report(self) -> WorkerReport:
         """Return the present report, with the address that faces this gateway now."""
         report, port = self._membership.report(), self._membership.port
-        if port is None:
-            return report
-        return report.model_copy(update={"url": base_url(source_address(self._address), port)})
+        if port is not None:
+            url = base_url(source_address(self._address), port)
+            report = report.model_copy(update={"url": url})
+        identity = self._membership.identity
+        return identity.named(report) if identity else report
 
     def _log_failure(self, state: RetryCallState) -> None:
         if state.outcome and (error := state.outcome.exception()):

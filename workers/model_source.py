@@ -50,9 +50,9 @@ class ModelSource:
     toy: bool = False
 
     def fetch(self, progress: Progress = lambda *_: None, *, head_only: bool = False) -> Path:
-        """Return the folder, after a download of what is missing; raise `ModelUnusable`.
+        """Return the folder, after a download of missing files; raise `ModelUnusable`.
 
-        With `head_only` a download has no weights but the files with tensors of an MTP head.
+        With `head_only` a download fetches only weight files with tensors of an MTP head.
         """
         return self.folder or download(self.served_name, progress, head_only=head_only)
 
@@ -135,7 +135,7 @@ def _head_files(folder: Path) -> Sequence[str]:
 
 
 def _check_room(repository: str, missing: Sequence[DryRunFileInfo]) -> None:
-    """Raise `ModelUnusable` if the disk or the memory has no room for what a download fetches."""
+    """Raise `ModelUnusable` if the disk or the memory has no room for a download."""
     from workers.engine.model.device import memory_limit_bytes  # noqa: PLC0415 - it takes seconds
 
     needed_bytes = sum(file.file_size or 0 for file in missing)

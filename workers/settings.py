@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hmac
 import logging
-import os
 import secrets
 import socket
 import stat
@@ -20,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from paceline.addresses import WILDCARDS, is_loopback
 from paceline.names import Label
 from paceline.pairing import stored_pairings
-from paceline.private_files import check_private, make_private
+from paceline.private_files import check_private, make_private, replace_file
 from paceline.protocol import MAX_LABELS
 from workers.engine.types import LaneName, WeightType
 
@@ -65,7 +64,7 @@ class WorkerSettings(BaseSettings):
     model: str = ""
     """Folder or Hugging Face name of a model (default: the demo checkpoint)."""
     task: Literal["generate", "embeddings", "rerank"] | None = None
-    """What the model serves: `generate`, `embeddings` or `rerank` (default: as its folder says)."""
+    """Task of the model: `generate`, `embeddings` or `rerank` (default: as its folder says)."""
     lanes: Annotated[tuple[LaneName, ...], NoDecode] = (LaneName.TEXT_MTP, LaneName.VLM)
     """Lanes that it serves, with commas between them (default: `text-mtp,vlm`)."""
     host: str = ""
@@ -90,7 +89,7 @@ class WorkerSettings(BaseSettings):
     stored). `auto` takes `float16` on M1 and M2, which compute no `bfloat16`, except for Gemma. A
     CPU computes in `float32`."""
     context: int | None = Field(None, ge=256, le=1 << 30)
-    """Most tokens of prompt and answer together (default: what the model was trained for)."""
+    """Most tokens of prompt and answer together (default: the trained context of the model)."""
     rows: int = Field(8, ge=1, le=64)
     """Requests that decode together in a lane, 1 to 64."""
     prefill_chunk: int = Field(1024, ge=64, le=65_536)
@@ -119,7 +118,7 @@ class WorkerSettings(BaseSettings):
     spec_prefill_keep: float = Field(0.3, gt=0, le=1)
     """Share of a long prompt that is read."""
     nodes_key: str = ""
-    """Of a paired worker: by which it exchanges nodes of the prefix cache."""
+    """Token of a paired worker for the exchange of nodes of the prefix cache."""
     state_dir: Path = Field(Path(_STATE_DIR), validation_alias="PACELINE_STATE_DIR")
     group: Path | None = None
     """Host file of the machines that serve the model together (default: none)."""
@@ -248,10 +247,7 @@ def _stored_secret(state: Path) -> bytes:
     make_private(state)
     path = state / "prefix-cache-secret"
     if not path.exists():
-        draft = state / f".prefix-cache-secret-{os.getpid()}"
-        draft.touch(mode=0o600)
-        draft.write_text(secrets.token_hex(32))
-        draft.replace(path)
+        replace_file(path, secrets.token_hex(32))
     check_private(path)
     if not (secret := path.read_bytes()):
         raise OSError(errno.EINVAL, f"{path} is empty; delete the file to create a new one")

@@ -1,7 +1,7 @@
 """A standing attacker: it plays attacks on real processes, and prints what held.
 
 `python -m bench.attack --seconds 600 --seed 7` starts a gateway with Redis and keys, a worker with
-the demo model and a worker that lies, and attacks them beside a neighbour, who asks small things
+the demo model and a worker that lies, and attacks them beside two neighbours, who ask small things
 at a fixed pace: raw HTTP at both ports, floods of single connections, pages of other sites, lying
 and late answers, lying reports, hostile bodies and header values, slow clients, abuse of budgets,
 costly grammars, large bodies and huge prompts. Then it compares the sums of all that was counted,
@@ -35,12 +35,13 @@ from bench.attack.header_values import HeaderValues
 from bench.attack.kills import Kills
 from bench.attack.large_bodies import HugePrompts, LargeBodies
 from bench.attack.lying_workers import EarlyHeads, LyingAnswers, LyingReports
-from bench.attack.neighbour import Neighbourhood
+from bench.attack.neighbour import MODEL, Neighbourhood
 from bench.attack.origins import Origins
 from bench.attack.raw_http import RawHttp
 from bench.attack.slow import SlowClients
 from bench.attack.stack import JEMALLOC, running_target
 from bench.harness.options import parser
+from bench.harness.processes import CORES, keep_to
 from bench.harness.tables import Grid, Target, console, provenance, report, show, targets
 from gateway.event_loop import run
 
@@ -71,10 +72,13 @@ class Result(NamedTuple):
     memory: dict[str, tuple[float, float, float]]
     """MB of each process: at the start, after half of the time, a minute after the end."""
     neighbourhood: Neighbourhood
+    sharing: Neighbourhood
+    """The neighbour at the engine of the attacked worker."""
 
     def grids(self) -> Iterator[Grid]:
         yield self._attacks()
         yield self.neighbourhood.table()
+        yield self.sharing.table()
         allocator = ", worker with jemalloc" if JEMALLOC else ""
         columns = ("process", "at the start", "after half of the time", "a minute after the end")
         rows = [(part, *(f"{mb:.1f}" for mb in memory)) for part, memory in self.memory.items()]
@@ -134,7 +138,7 @@ class Player:
 
 
 async def attack(seconds: float, after_s: float, only: Sequence[str], player: Player) -> Result:
-    """Play the chosen attacks for some time in total, those at the target beside a neighbour.
+    """Play the chosen attacks for some time in total, those at the target beside neighbours.
 
     Each is played in both halves. In the first a process gets the memory of its largest work; after
     its turn in the second its memory must return, for which it has a minute (less in a short run).
@@ -147,14 +151,23 @@ async def attack(seconds: float, after_s: float, only: Sequence[str], player: Pl
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-attack-"))
         target, parts = await stack.enter_async_context(running_target(Path(folder)))
         watch = Neighbourhood({name: part.pid for name, part in parts.items()}, after_s=after_s)
-        key = (await target.create_key("neighbour"))["secret"]
-        async with watch.running(target.gateway_port, key, alone_s=min(_ALONE_S, seconds)):
+        sharing = Neighbourhood({}, model=MODEL)
+        prepared, own = [await target.create_key("neighbour") for _ in range(2)]
+        target.prepared_key = prepared["id"]
+        port, alone_s = target.gateway_port, min(_ALONE_S, seconds)
+        async with (
+            sharing.running(port, own["secret"], alone_s),
+            watch.running(port, prepared["secret"], alone_s),
+        ):
             if seconds >= _JUDGED_S:
                 os.nice(_NICENESS)
             memory = [await watch.resident_mb()]
             for half in ("/first", "/second"):
                 for kind in at_target:
-                    async with watch.beside(kind.name, settle=half == "/second"):
+                    async with (
+                        watch.beside(kind.name, settle=half == "/second"),
+                        sharing.beside(kind.name, settle=False),
+                    ):
                         share_s = seconds / 2 * kind.share / shares
                         await player.play(kind, target, share_s, half)
                 memory.append(await watch.resident_mb())
@@ -162,17 +175,19 @@ async def attack(seconds: float, after_s: float, only: Sequence[str], player: Pl
             memory[-1] = await watch.resident_mb()
         if seconds >= _JUDGED_S:
             watch.judge(player.tallies.values())
+            sharing.judge(player.tallies.values())
         await sums.check_sums(target, checked)
         for part in parts.values():
             if not part.alive:
                 checked.fail(f"the {part.name} has ended", part.log.read_text()[-500:])
             if part.tracebacks():
                 checked.fail(f"tracebacks of the {part.name}", part.log.read_text()[-1000:])
+        keep_to(CORES)
         for kind in of_their_own:
             await player.play(kind, target, seconds * kind.share / shares)
     start, half_way, end = memory
     grown = {name: (start[name], half_way[name], end[name]) for name in parts}
-    return Result([*player.tallies.values(), checked], grown, watch)
+    return Result([*player.tallies.values(), checked], grown, watch, sharing)
 
 
 def main() -> None:

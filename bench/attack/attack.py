@@ -99,6 +99,8 @@ class Target:
     """A key without limits."""
     home: Path
     """A folder for the processes and files that an attack starts of its own."""
+    prepared_key: str = ""
+    """The id of the key whose answers are prepared: no tokens of the attacked worker."""
     sent: set[str] = field(default_factory=set)
     """Ids of the requests to the data plane whose answer has begun."""
     read: dict[str, tuple[int, int]] = field(default_factory=dict)

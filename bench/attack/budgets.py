@@ -122,6 +122,7 @@ class Budgets(Attack):
         return {
             key: sum(used.get(name, 0) for name in names)
             for key, used in usage.json()["keys"].items()
+            if key != self.target.prepared_key
         }
 
     async def _lanes(self) -> list[dict[str, Any]]:

@@ -35,8 +35,8 @@ def _chat(*messages: Any, **fields: Any) -> dict[str, Any]:
     return {"model": _MODEL, "max_tokens": 1, "messages": [*messages], **fields}
 
 
-def _response(*items: Any) -> dict[str, Any]:
-    return {"model": _MODEL, "max_output_tokens": 1, "input": [*items], "store": False}
+def _response(*items: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": _MODEL, "max_output_tokens": 1, "input": [*items], "store": False, **fields}
 
 
 def _user(content: Any) -> dict[str, Any]:
@@ -62,6 +62,11 @@ def _long_arguments() -> dict[str, Any]:
 def _long_output() -> dict[str, Any]:
     result = {"type": "function_call_output", "call_id": "c", "output": _words(15)}
     return _response({**_CALL, "arguments": json.dumps({"x": _words(15)})}, result)
+
+
+def _tools() -> dict[str, Any]:
+    tools = [{"type": "function", "name": f"f{number}"} for number in range(_CONTAINERS)]
+    return _response(_USER, tools=tools)
 
 
 def _long_blocks() -> dict[str, Any]:
@@ -94,6 +99,7 @@ SHAPES: Final[Mapping[str, tuple[str, Callable[[], dict[str, Any]]]]] = {
     "items": (RESPONSES, lambda: _response(*[_USER] * 9_999)),
     "system items": (RESPONSES, lambda: _response(*[_SYSTEM] * 9_998, _USER)),
     "calls": (RESPONSES, lambda: _response(*[_CALL] * 9_998, _USER)),
+    "tools": (RESPONSES, _tools),
     "long output": (RESPONSES, _long_output),
     "blocks": (MESSAGES, lambda: _chat(_user([_TEXT] * _CONTAINERS))),
     "long blocks": (MESSAGES, _long_blocks),

@@ -1,5 +1,8 @@
 """The neighbour of an attack: another key's small chats at a fixed pace, and all memory beside it.
 
+One neighbour asks a worker with prepared answers, so that only the gateway makes it wait; another
+shares the engine of the attacked worker, whose time its lanes divide among all who ask.
+
 `python -m bench.attack.neighbour PORT MODEL` reads a key from standard input, asks in a process of
 its own, so that it never waits for a turn of the attacker, and prints a line for each answer.
 """
@@ -19,6 +22,7 @@ from typing import Final, NamedTuple
 
 from bench.attack.attack import Tally
 from bench.attack.http_client import chat_body, encode, send
+from bench.gateway import backend
 from bench.harness.process_cost import resident_bytes
 from bench.harness.processes import end, start
 from bench.harness.tables import Grid, Target
@@ -65,8 +69,15 @@ class Effect:
 class Neighbourhood:
     """The waits of the running neighbour, and the effect of each attack on it."""
 
-    def __init__(self, processes: Mapping[str, int], *, after_s: float) -> None:
-        """Watch the memory of these processes, for so long after each attack at most."""
+    def __init__(
+        self, processes: Mapping[str, int], *, after_s: float = 0.0, model: str = backend.MODEL
+    ) -> None:
+        """Watch the memory of these processes, for so long after each attack at most.
+
+        The neighbour asks this model.
+        """
+        self._model = model
+        self._is_judged = model == backend.MODEL
         self._processes = processes
         self._after_s = after_s
         self.waits: list[Wait] = []
@@ -74,11 +85,9 @@ class Neighbourhood:
         self.alone_ms = 0.0
 
     @contextlib.asynccontextmanager
-    async def running(
-        self, port: int, key: str, alone_s: float, model: str = MODEL
-    ) -> AsyncIterator[None]:
+    async def running(self, port: int, key: str, alone_s: float) -> AsyncIterator[None]:
         """Run the neighbour within the context: alone first, for its 99th percentile then."""
-        command = (sys.executable, "-m", __name__, str(port), model)
+        command = (sys.executable, "-m", __name__, str(port), self._model)
         process = await start(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
         process.stdin.write(f"{key}\n".encode())
@@ -145,7 +154,8 @@ class Neighbourhood:
         """Record each answer that the neighbour did not get, or not in time, with the input."""
         for tally in tallies:
             for wait in self.waits_beside(tally.name):
-                if wait.status != 200 or wait.waited_s > self.alone_ms / 1000 + _STALL_S:
+                late = self._is_judged and wait.waited_s > self.alone_ms / 1000 + _STALL_S
+                if wait.status != 200 or late:
                     problem = f"the neighbour got {wait.status} after {wait.waited_s:.1f} s"
                     tally.fail(problem, tally.input_at(wait.sent_s + wait.waited_s))
 
@@ -163,14 +173,14 @@ class Neighbourhood:
             figures = (p99_ms(waits), 1000 * longest_s, *memory)
             after = f"{effect.after_s:.0f}"
             rows.append((name, f"{len(waits):,}", *(f"{one:.1f}" for one in figures), after))
-        title = (
-            "A neighbour's small chats beside each attack, and resident memory, MB; "
-            f"99th percentile alone: {self.alone_ms:.1f} ms"
-        )
+        title = "A neighbour's small chats with prepared answers, which wait for the gateway only"
+        if not self._is_judged:
+            title = "Those of a neighbour that shares the engine with the attacks, in its turns"
+        title += f"; 99th percentile alone: {self.alone_ms:.1f} ms"
         return Grid(title, columns, rows)
 
     def targets(self) -> Iterator[Target]:
-        for name, effect in self.effects.items():
+        for name, effect in self.effects.items() if self._is_judged else ():
             longer_ms = p99_ms(self.waits_beside(name)) - self.alone_ms
             yield Target(f"{name}: neighbour's p99 longer than alone, ms", longer_ms, _LONGER_MS)
             for part, memory in effect.memory.items():

@@ -1,4 +1,9 @@
-"""The processes under attack: a gateway with Redis, a worker with the demo model, and a liar."""
+"""The processes under attack: a gateway with Redis, a worker with the demo model, and a liar.
+
+The gateway has a core of its own, as it would on a machine without the attackers and the workers,
+so a neighbour of the attacks waits for what the gateway does. Prepared answers to the neighbour
+come from another worker.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from bench.attack.attack import Target
 from bench.attack.gateway import LIMIT_S
 from bench.attack.liar import LyingServer
 from bench.attack.origins import ALLOWED
+from bench.gateway.contenders import running_backend, send_heartbeats
 from bench.harness.blas import preload
 from bench.harness.parts import (
     Part,
@@ -25,6 +31,7 @@ from bench.harness.parts import (
     wait_until_up,
     worker_part,
 )
+from bench.harness.processes import CORES, keep_to
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 
 ACCESS_LOG: Final = "access.jsonl"
@@ -62,22 +69,34 @@ def attacked_worker(home: Path, port: int, gateway_port: int | None = None) -> P
 async def running_target(home: Path) -> AsyncIterator[tuple[Target, Mapping[str, Part]]]:
     gateway_port, worker_port = fixed_port(), fixed_port()
     liar = LyingServer()
-    async with running_redis(home) as redis, liar.listening(_REPORTING):
+    keep_to(CORES[1:])
+    async with (
+        running_backend() as prepared_port,
+        running_redis(home) as redis,
+        liar.listening(_REPORTING),
+    ):
         gateway = attacked_gateway(home, gateway_port, REDIS_URL=redis.url)
         worker = attacked_worker(home, worker_port, gateway_port)
         async with running_parts(gateway, worker):
             await wait_until_up(gateway_port)
+            keep_to(CORES[:1], gateway.pid)
             target = Target(
                 gateway_port=gateway_port, worker_port=worker_port, liar=liar, key="", home=home
             )
             target.key = (await target.create_key("honest"))["secret"]
-            heartbeats = asyncio.create_task(_send_heartbeats(target))
+            heartbeats = (
+                asyncio.create_task(_send_heartbeats(target)),
+                asyncio.create_task(
+                    send_heartbeats(gateway_port, f"http://127.0.0.1:{prepared_port}")
+                ),
+            )
             try:
                 await wait_until_served(gateway_port, target.key)
                 yield target, {"gateway": gateway, "worker": worker}
             finally:
-                heartbeats.cancel()
-                await asyncio.wait((heartbeats,))
+                for one in heartbeats:
+                    one.cancel()
+                await asyncio.wait(heartbeats)
 
 
 async def _send_heartbeats(target: Target) -> None:

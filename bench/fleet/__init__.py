@@ -1,1 +1,1 @@
-"""Routing rules on simulated fleets, and prefix affinity over two real gateways."""
+"""Routing rules on simulated fleets."""

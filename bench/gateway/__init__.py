@@ -1,1 +1,1 @@
-"""The gateway compared with its peers, its memory, and the cost of its policy."""
+"""The gateway compared with its peers, and small requests beside large bodies."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from bench.gateway import backend, tables
-from bench.gateway.contenders import OURS, PEERS, running_backend, running_gateway
+from bench.gateway.contenders import OURS, OVER_TLS, PEERS, running_backend, running_gateway
 from bench.gateway.load import Question, Wire, WrongAnswer, send_requests, send_staggered
 from bench.harness.options import parser, peers_option
 from bench.harness.process_cost import cpu_s
@@ -56,11 +56,11 @@ class Measured(NamedTuple):
 
 async def measure_all(plan: Plan, names: Sequence[str], folder: Path) -> dict[str, Samples]:
     """Measure the worker without a gateway, our gateway and the peers of these names."""
-    samples = {name: Samples() for name in (tables.DIRECT, OURS.name, *names)}
+    samples = {name: Samples() for name in (tables.DIRECT, OURS.name, OVER_TLS.name, *names)}
     async with AsyncExitStack() as stack:
         worker_port = await stack.enter_async_context(running_backend())
         gateways = [Measured(tables.DIRECT, worker_port)]
-        for contender in (OURS, *(peer for peer in PEERS if peer.name in names)):
+        for contender in (OURS, OVER_TLS, *(peer for peer in PEERS if peer.name in names)):
             console().print(f"starting {contender.name}, installing it if it is missing")
             try:
                 started = running_gateway(contender, folder, worker_port)

@@ -1,6 +1,7 @@
 """A worker faster than any gateway: it reads a few words and sends prepared answers.
 
-`python -m bench.gateway.backend` runs it in a process and prints its port.
+`python -m bench.gateway.backend` runs it in a process and prints its port; with the file of an
+identity it speaks TLS, as a paired worker.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ import json
 import sys
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Final, cast
 
 from gateway.event_loop import run
+from paceline.certificates import Identity
+from paceline.http import paired_tls
 from paceline.protocol import PROGRESS_HEADER, TOKENS_LINE, LaneReport, WorkerReport
 
 MODEL: Final = "canned"
@@ -148,14 +152,18 @@ class _Connection(asyncio.Protocol):
                 loop.call_soon(self._stream, events, pace_s, loop)
 
 
-async def _serve() -> None:
+async def _serve(identity_file: str = "") -> None:
+    tls = None
+    if identity_file:
+        tls = paired_tls(server=True)
+        Identity.model_validate_json(Path(identity_file).read_bytes()).load(tls)  # noqa: ASYNC240
     status_response = _complete_response({})
 
     def make_connection() -> _Connection:
         return _Connection(status_response)
 
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(make_connection, "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(make_connection, "127.0.0.1", 0, backlog=1024, ssl=tls)
     port = server.sockets[0].getsockname()[1]
     status = {
         "report": report(f"http://127.0.0.1:{port}").model_dump(mode="json"),
@@ -171,4 +179,4 @@ async def _serve() -> None:
 
 
 if __name__ == "__main__":
-    run(_serve())
+    run(_serve(*sys.argv[1:]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import tempfile
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +17,12 @@ from bench.gateway import backend
 from bench.harness.parts import ADMIN_KEY, JOIN_TOKEN
 from bench.harness.processes import end, free_port, start
 from bench.harness.servers import ROOT, Contender, Server, running
+from gateway.cli import CommandError
+from gateway.cli.client import Gateway
+from gateway.cli.join import exchange
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
+from paceline.certificates import Identity
+from paceline.pairing import PAIRING_PATH, PairingSide
 
 KEY: Final = "bench-key"
 _NGINX_CONF: Final = """
@@ -59,6 +66,8 @@ _SETTINGS: Final = {
 }
 
 OURS: Final = Contender(name="paceline", command="{python} -m gateway gateway --port {port}")
+OVER_TLS: Final = replace(OURS, name="paceline-tls")
+"""Ours in front of a paired worker: TLS 1.3 with certificates on both sides."""
 PEERS: Final = (
     Contender(
         name="nginx",
@@ -87,10 +96,9 @@ PEERS: Final = (
 
 
 @contextlib.asynccontextmanager
-async def running_backend() -> AsyncIterator[int]:
-    process = await start(
-        *(sys.executable, "-m", "bench.gateway.backend"), stdout=asyncio.subprocess.PIPE, cwd=ROOT
-    )
+async def running_backend(*arguments: str) -> AsyncIterator[int]:
+    command = sys.executable, "-m", "bench.gateway.backend", *arguments
+    process = await start(*command, stdout=asyncio.subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None
         yield int(await process.stdout.readline())
@@ -106,7 +114,10 @@ async def running_gateway(
     port = free_port()
     beating = None
     if contender is OURS:
-        beating = asyncio.create_task(_send_heartbeats(port, worker_port))
+        url = f"http://127.0.0.1:{worker_port}"
+        beating = asyncio.create_task(send_heartbeats(port, url))
+    elif contender is OVER_TLS:
+        beating = asyncio.create_task(_join_paired(port))
     try:
         async with running(
             contender,
@@ -133,10 +144,31 @@ async def running_ours(folder: Path) -> AsyncIterator[Server]:
         yield gateway
 
 
-async def _send_heartbeats(port: int, worker_port: int) -> None:
-    worker = backend.report(f"http://127.0.0.1:{worker_port}")
+async def _join_paired(port: int) -> None:
+    """Pair with a gateway once it listens, and run a worker that speaks TLS until cancelled."""
+    identity, gateway = Identity.new(), Gateway(f"http://127.0.0.1:{port}", "")
+    admin = {"authorization": f"Bearer {ADMIN_KEY}"}
+    while True:
+        try:
+            path = f"{PAIRING_PATH}/code"
+            code = await asyncio.to_thread(gateway.read, "POST", path, headers=admin)
+            break
+        except CommandError:
+            await asyncio.sleep(0.1)
+    asked = gateway, backend.MODEL, PairingSide(code["code"]), identity.public_key
+    pairing = await asyncio.to_thread(exchange, *asked)
+    identity = identity.renewed(pairing.certificate, pairing.authority)
+    with tempfile.NamedTemporaryFile("w") as file:
+        file.write(identity.model_dump_json())
+        file.flush()
+        async with running_backend(file.name) as worker_port:
+            await send_heartbeats(port, f"https://127.0.0.1:{worker_port}", pairing.token)
+
+
+async def send_heartbeats(port: int, url: str, token: str = JOIN_TOKEN) -> None:
+    worker = backend.report(url)
     path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
-    headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
+    headers = {"authorization": f"Bearer {token}"}
     async with httpx.AsyncClient(headers=headers) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError):

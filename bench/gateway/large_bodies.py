@@ -22,6 +22,7 @@ from bench.attack.neighbour import Neighbourhood, p99_ms
 from bench.gateway import backend
 from bench.gateway.contenders import KEY, OURS, running_backend, running_gateway
 from bench.harness.options import parser
+from bench.harness.processes import CORES, keep_to
 from bench.harness.tables import Grid, Target, provenance, report, targets
 
 _LONGER_MS: Final = 50.0
@@ -29,15 +30,14 @@ _FIRST, _LAST = -15, 5
 
 
 async def _measure(folder: Path, seconds: float) -> tuple[list[tuple[str, ...]], list[Target]]:
-    # What starts here runs on this core, before this process.
-    os.sched_setaffinity(0, {1})
+    # What starts here runs on these cores, before this process.
+    keep_to(CORES[1:])
     os.setpriority(os.PRIO_PROCESS, 0, _FIRST)
-    watch = Neighbourhood({}, after_s=0.0)
+    watch = Neighbourhood({})
     judged: list[Target] = []
     async with running_backend() as worker_port, running_gateway(OURS, folder, worker_port) as ours:
-        for thread in Path(f"/proc/{ours.process_id}/task").iterdir():  # noqa: ASYNC240
-            os.sched_setaffinity(int(thread.name), {0})
-        async with watch.running(ours.port, KEY, seconds, backend.MODEL):
+        keep_to(CORES[:1], ours.process_id)
+        async with watch.running(ours.port, KEY, seconds):
             os.setpriority(os.PRIO_PROCESS, 0, _LAST)
             rows: list[tuple[str, ...]] = [("no other request", "", "", f"{watch.alone_ms:.1f}")]
             for shape, (path, make) in SHAPES.items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from bench.gateway.contenders import OURS
+from bench.gateway.backend import EVENTS
+from bench.gateway.contenders import OURS, OVER_TLS
 from bench.gateway.load import Wire
 from bench.harness.samples import Samples
 from bench.harness.tables import Grid, Target, cell, ratio, targets
@@ -18,6 +19,7 @@ _CPU: Final = {
 }
 _BOUNDS_US: Final = {"unstreamed_cpu_s": 240, "stream_cpu_s": 400, "event_cpu_s": 35}
 """The targets of our gateway."""
+_TLS_BOUND_US: Final = 40
 _WIRE_RATIO: Final = 3.0
 _ROUTERS: Final = ("vllm-router", "smg")
 
@@ -71,6 +73,14 @@ def _of_ours(samples: Mapping[str, Samples]) -> Iterator[Target]:
     for name, bound_us in _BOUNDS_US.items():
         if (value := ours.median(name)) is not None:
             yield Target(_CPU[name], 1e6 * value, bound_us)
+    for name, events, label in (
+        ("stream_cpu_s", EVENTS, "an event of a stream of 64 words"),
+        ("event_cpu_s", 1, "an event of 50 paced streams"),
+    ):
+        plain, secure = ours.median(name), samples.get(OVER_TLS.name, Samples()).median(name)
+        if plain is not None and secure is not None:
+            added_us = 1e6 * (secure - plain) / events
+            yield Target(f"added by TLS to {label}, us", added_us, _TLS_BOUND_US)
     for share, bound_ms in ((0.5, 1), (0.99, 5)):
         if (added_s := _added_s(samples, OURS.name, share)) is not None:
             yield Target(f"added to first words, p{share * 100:.0f}, ms", 1e3 * added_s, bound_ms)

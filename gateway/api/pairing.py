@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from typing import Annotated
+
+from fastapi import Body, Request
 from typing_extensions import TypedDict
 
 from gateway.api.auth import Author, CurrentGateway, admin_router, open_router
@@ -18,6 +20,7 @@ from paceline.pairing import CODE_VALID_S, PAIRING_PATH, Key, PairingAnswer, Pai
 
 exchanges = open_router(PAIRING_PATH)
 router = admin_router(PAIRING_PATH)
+SealedKey = Annotated[str, Body(embed=True, description="The public key of the worker, sealed.")]
 _EXCHANGE = failures(PageRefused, PairingRefused, TooManyWorkers, *WITH_BODY, *STORED)
 
 
@@ -57,6 +60,6 @@ async def begin(begun: PairingRequest, request: Request, gateway: CurrentGateway
 
 
 @exchanges.put("/exchange/{proof}", responses=_EXCHANGE)
-async def finish(proof: Key, gateway: CurrentGateway) -> SealedPairing:
-    """Give a worker that has proved the code its token, sealed."""
-    return {"sealed": await gateway.pairing_codes.finish(proof)}
+async def finish(proof: Key, gateway: CurrentGateway, sealed: SealedKey = "") -> SealedPairing:
+    """Give a worker that has proved the code its token and its certificate, sealed."""
+    return {"sealed": await gateway.pairing_codes.finish(proof, sealed)}

@@ -72,8 +72,11 @@ Encrypted = Annotated[bool, Depends(_encrypted)]
 """Whether the client asks for encrypted reasoning."""
 
 
-async def _fields(raw: CountedBody, gateway: CurrentGateway, hold: CurrentHold) -> Json:
+async def _fields(
+    raw: CountedBody, kept: CurrentKept, gateway: CurrentGateway, hold: CurrentHold
+) -> Json:
     async with gateway.inspection_thread.turn(hold, raw) as turn:
+        kept.size_bytes = turn.size_bytes
         return await turn.run(parse, raw or b"{}")
 
 
@@ -148,9 +151,9 @@ async def count_tokens(
     async with gateway.inspection_thread.turn(hold, raw) as turn:
         body = {"model": ANY_MODEL, "input": []} | await turn.run(parse, raw)
         body.pop("personality", None)
-        await exchange.open(body, caller.key, hold, len(raw))
-        inspected = await inspect(gateway, exchange, body, policy, turn, caller=caller)
-        encoded = await turn.run(encode_body, inspected.body, len(raw))
+        whole = turn.grown(await exchange.open(body, caller.key, hold, len(raw)))
+        inspected = await inspect(gateway, exchange, body, policy, whole, caller=caller)
+        encoded = await whole.run(encode_body, inspected.body, len(raw))
     api_key.check_model(inspected)
     tokens = await counter.count(inspected, encoded, exchange, response)
     return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -228,7 +231,7 @@ async def input_items(response_id: str, owner: Owner, kept: CurrentKept, page: P
 async def create_conversation(owner: Owner, kept: CurrentKept, fields: Fields) -> Json:
     """Create a conversation, with items or without."""
     _check_names(fields, "items", "metadata")
-    items = _new_items(fields.get("items") or [])
+    items = await kept.run(_new_items, fields.get("items") or [])
     metadata = _checked(check_metadata, fields.get("metadata"))
     return _shown(await kept.create_conversation(owner, items, metadata))
 
@@ -272,7 +275,7 @@ async def add_items(
 ) -> ItemList:
     """Add items to a conversation."""
     _check_names(fields, "items")
-    items = named_items(conversation_id, _new_items(fields.get("items")))
+    items = named_items(conversation_id, await kept.run(_new_items, fields.get("items")))
     await kept.add_items(owner, conversation_id, items)
     include = [_ENCRYPTED] if encrypted else []
     return _page(items, PageRequest(limit=100, order="asc", include=include))
@@ -348,6 +351,6 @@ def _checked(read: Callable[..., Result], *given: Any) -> Result:
 
 
 def _check_names(fields: Json, *known: str) -> None:
-    for name in fields:
-        if name not in known:
+    for name, value in fields.items():
+        if name not in known and value is not None:
             raise errors.FieldInvalid(f"Unknown parameter: '{name[:100]}'.", param=name[:100])

@@ -135,11 +135,12 @@ async def readyz(gateway: CurrentGateway) -> PlainTextResponse:
     """Report whether a worker can answer requests."""
     if gateway.lame_duck:
         return PlainTextResponse("stopping\n", status_code=503)
-    if not gateway.fleet.view().workers:
-        return PlainTextResponse(f"{unready_workers(gateway.fleet)}\n", status_code=503)
+    ready = bool(gateway.fleet.view().workers)
+    state = "ready" if ready else unready_workers(gateway.fleet)
     refused = "The policy file is not active." if gateway.policy_file.rejection else ""
     why = f"{gateway.cluster_sync.problems} {refused}".strip()
-    return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
+    degraded = f", degraded: {why}" if why else ""
+    return PlainTextResponse(f"{state}{degraded}\n", status_code=200 if ready else 503)
 
 
 @probes.get("/metrics", response_class=PlainTextResponse, responses=failures(Overloaded))

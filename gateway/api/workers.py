@@ -22,8 +22,9 @@ from gateway.errors import (
     WorkerUnconfirmed,
     WorkerUnknown,
 )
-from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, speaks_tls
 from gateway.fleet.worker import WorkerState
+from gateway.pairing.paired_workers import Certificates
 from gateway.state.counters import GONE_WORKERS
 from gateway.status.render import worker_state
 from paceline.addresses import is_loopback
@@ -36,8 +37,8 @@ _HEARTBEAT = failures(KeyRefused, *WITH_BODY, WorkerIdTaken, WorkerUnconfirmed, 
 _CHANGE = failures(*FOR_ADMINS, *STORED, WorkerUnknown, FieldInvalid)
 
 
-class Interval(TypedDict):
-    """The interval of heartbeats that the gateway expects."""
+class Interval(Certificates):
+    """The interval of heartbeats that the gateway expects, and certificates for the worker."""
 
     interval_s: float
 
@@ -76,6 +77,8 @@ class WorkerDetails(TypedDict):
     in_flight: int
     lanes: list[LaneLoad]
     url: NotRequired[str]
+    tls: NotRequired[bool]
+    """Whether the gateways call it over TLS, as they do paired workers."""
     kind: NotRequired[str]
     """`paceline`, or the kind of another engine."""
     model: NotRequired[str]
@@ -150,7 +153,10 @@ async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGatewa
     gateway.prefix_index.record_report(report)
     await gateway.counters.store_report(report)
     await gateway.paired_workers.record_sign(worker_id)
-    return {"interval_s": HEARTBEAT_INTERVAL_S}
+    return {
+        "interval_s": HEARTBEAT_INTERVAL_S,
+        **await gateway.paired_workers.certificates(report),
+    }
 
 
 @heartbeats.get("/{worker_id}/protocol", responses=failures(KeyRefused, WorkerIdTaken))
@@ -261,6 +267,7 @@ def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> Wor
     if last := member or gone:
         report = last.report
         worker |= {"url": report.url, "model": report.model, "labels": list(report.labels)}
+        worker["tls"] = speaks_tls(report)
     if gone is not None:
         unix_s = int(gateway.wall() - gateway.clock() + gone.since_s)
         worker["gone_since"] = datetime.fromtimestamp(unix_s, UTC).isoformat()

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 from gateway.cli import CommandError
 from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import check_state
-from gateway.state.records import replace_file
 from paceline.installation import describe_version
+from paceline.private_files import replace_file
 
 PASSPHRASE = "PACELINE_BACKUP_PASSPHRASE"  # noqa: S105  # the name of a variable
 LIMIT_BYTES = 256 * 1024 * 1024

@@ -92,19 +92,21 @@ def _port(text: str) -> str:
 
 
 def _host(text: str) -> str:
-    if text and not is_own(text):
+    if not is_own(text):
         raise click.BadParameter(f"'{text}' is not an address of this machine")
     return text
 
 
 def _model(text: str) -> str:
-    if text and (problem := model_problem(text)):
+    if problem := model_problem(text):
         raise click.BadParameter(problem)
     return text
 
 
 def _limit(text: str) -> tuple[str, int]:
-    name, _, number = text.partition("=")
+    name, given, number = text.partition("=")
+    if not given:
+        raise click.BadParameter("must be like requests_a_minute=60")
     return name, _whole_number(number)
 
 
@@ -510,7 +512,7 @@ _add("service status", "Show whether it runs, and where its log is; exit with 1 
 _add(
     "service logs",
     "Print the end of its log.",
-    _option("--lines", "Default: 100.", "N", type=click.IntRange(1, 1_000_000), default=100),
+    _option("--lines", "Default: 100.", "N", type=_number(int), default=100),
     _option("--follow", "Keep printing new lines.", is_flag=True),
 )
 _add("service stop", "Let running requests finish, and stop it until `restart` or the next start.")

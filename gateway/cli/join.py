@@ -16,8 +16,8 @@ from zeroconf import Error
 from gateway.cli import CommandError
 from gateway.cli.client import Gateway, plain_table, print_output
 from gateway.pairing.announcement import SERVICE, find_gateways
-from gateway.state.records import replace_file
 from paceline.addresses import BaseUrl
+from paceline.certificates import Identity, identity_file
 from paceline.installation import missing_worker
 from paceline.names import name_of_host
 from paceline.pairing import (
@@ -29,10 +29,11 @@ from paceline.pairing import (
     PairingWrong,
     pairings_file,
     read_code,
+    seal,
     stored_pairings,
     unseal,
 )
-from paceline.private_files import make_private
+from paceline.private_files import make_private, replace_file
 
 _JOIN_TOKEN = "PACELINE_JOIN_TOKEN"  # noqa: S105  # a variable
 _DEFAULT_PORT = 8000
@@ -102,7 +103,8 @@ def _pair(gateway: Gateway, name: str) -> str:
         raise CommandError(f"{file} cannot be used: {reason}") from None
     try:
         side = PairingSide(read_code(click.prompt(f"Code of {gateway.url}")))
-        pairing = _exchange(gateway, name, side)
+        identity = Identity.new()
+        pairing = exchange(gateway, name, side, identity.public_key)
     except ValidationError:
         raise gateway.unknown_server() from None
     except (ValueError, click.Abort):
@@ -112,18 +114,28 @@ def _pair(gateway: Gateway, name: str) -> str:
             "the code is wrong, and has ended; let an admin show a new one"
         ) from None
     place = pairing.gateway_url, pairing.worker_id
+    own = identity_file(state_dir, *place)
+    if pairing.certificate:
+        replace_file(
+            own, identity.renewed(pairing.certificate, pairing.authority).model_dump_json()
+        )
+    else:  # the gateway is of an older version
+        own.unlink(missing_ok=True)
+    pairing = pairing.model_copy(update={"certificate": "", "authority": ""})
     others = (one for one in kept if (one.gateway_url, one.worker_id) != place)
     replace_file(file, PAIRINGS.dump_json((*others, pairing), indent=1).decode())
     return pairing.worker_id
 
 
-def _exchange(gateway: Gateway, name: str, side: PairingSide) -> Pairing:
-    """Return the gateway's result; raise `PairingWrong` unless it knows the code."""
+def exchange(gateway: Gateway, name: str, side: PairingSide, public_key: str) -> Pairing:
+    """Pair with a gateway, and return its result; raise `PairingWrong` unless it knows the code."""
     path = f"{PAIRING_PATH}/exchange"
     request = {"name": name, "message": side.message}
     answer = PairingAnswer.model_validate(gateway.read("POST", path, json=request))
     keys = side.keys(answer.message, name)
     if not hmac.compare_digest(answer.proof, keys.gateway_proof):
         raise PairingWrong
-    sealed = gateway.read("PUT", f"{path}/{keys.worker_proof}").get("sealed")
-    return unseal(str(sealed), keys.sealing).model_copy(update={"gateway_url": gateway.url})
+    own = {"sealed": seal(public_key, keys.worker_sealing)}
+    sealed = gateway.read("PUT", f"{path}/{keys.worker_proof}", json=own).get("sealed")
+    pairing = Pairing.model_validate_json(unseal(str(sealed), keys.sealing))
+    return pairing.model_copy(update={"gateway_url": gateway.url})

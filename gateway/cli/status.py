@@ -52,14 +52,14 @@ def _lines(state: Mapping[str, Any]) -> list[Text]:
     lines = [_headline(state)]
     if kept_out := state["decisions"]["bypass_counts"]:
         named = ", ".join(f"{KEPT_OUT.get(one, one)} ({count})" for one, count in kept_out.items())
-        lines.append(Text(f"Requests not in text-mtp: {named}"))
+        lines.append(Text(f"Requests without drafts of text-mtp: {named}"))
     mtp = state["mtp"]
     if mtp["enabled"] and mtp["attempted"]:
         positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
         lines.append(
             Text(
-                f"{mtp['acceptance_rate']:.1%} of drafts accepted (by position: {positions}), "
-                f"{mtp['mean_acceptance_length']:.2f} tokens a step"
+                f"{mtp['acceptance_rate']:.1%} of draft tokens accepted; by position, of all "
+                f"drafts: {positions}; {mtp['mean_acceptance_length']:.2f} tokens a step"
             )
         )
     for what, why in (
@@ -124,7 +124,8 @@ def _workers(workers: Mapping[str, Any]) -> Table:
     table = plain_table("Worker", "Lane", numbers=_LOAD)
     for name, worker in workers.items():
         state = Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red"))
-        label = Text.assemble(name, " ", state, "\n", (worker["model"], "dim"))
+        model = f"{worker['model']}, TLS" if worker.get("tls") else worker["model"]
+        label = Text.assemble(name, " ", state, "\n", (model, "dim"))
         lanes = [(lane_name, *_load(lane)) for lane_name, lane in worker["lanes"].items()]
         table.add_row(label, *map("\n".join, zip(*lanes, strict=True)))
     return table

@@ -19,10 +19,11 @@ _MARGIN_S = 30.0
 def list_all(*, url: str, as_json: bool) -> int:
     """List all workers that have joined or are cordoned."""
     answer = connect(url, admin=True).read("GET", _PATH)
-    table = plain_table("Worker", "State", "Models", "URL", numbers=("Busy",))
+    table = plain_table("Worker", "State", "Models", "URL", "Connection", numbers=("Busy",))
     for worker in answer["workers"]:
         models = ", ".join(worker.get("models", ())) or "-"
-        place = (models, worker.get("url", "-"), str(worker["in_flight"]))
+        connection = {True: "TLS", False: "plain"}.get(worker.get("tls"), "-")
+        place = (models, worker.get("url", "-"), connection, str(worker["in_flight"]))
         table.add_row(worker["worker_id"], _state(worker), *place)
     return print_answer(answer, table, as_json=as_json)
 

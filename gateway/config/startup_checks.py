@@ -17,10 +17,10 @@ from pydantic import SecretStr
 
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
-from gateway.state.records import exclusive_writer, replace_file
+from gateway.state.records import exclusive_writer
 from gateway.types import header_problem
 from paceline.addresses import WILDCARDS, base_url, is_loopback
-from paceline.private_files import NotPrivate, check_private, make_private
+from paceline.private_files import NotPrivate, check_private, make_private, replace_file
 
 StoredSecret = Literal["join_token", "admin_key"]
 """A setting that is created and stored in the state folder if it is not given."""

@@ -31,9 +31,7 @@ _NEW_LIMIT = 16
 _NEW_LIMIT_BYTES = 64 * 1024 * 1024
 _PROCESSES = 2
 """At a time; a client has one of them."""
-_DOCUMENT_S = 45.0
-"""For one document, once it has a process."""
-_REQUEST_S = 60.0
+_REQUEST_S = float(pdf_process.WALL_S)
 """For all documents of a request; the next request continues."""
 _CACHE_BYTES = 64 * 1024 * 1024
 _OUTPUT_LIMIT_BYTES = 64 * 1024 * 1024
@@ -140,7 +138,7 @@ class DocumentReader:
         ended = False
         try:
             with contextlib.suppress(TimeoutError, ConnectionError):
-                async with asyncio.timeout(_DOCUMENT_S):
+                async with asyncio.timeout(pdf_process.WALL_S):
                     process.stdin.write(content)
                     process.stdin.write_eof()
                     while len(output) < _OUTPUT_LIMIT_BYTES and (piece := await read(1 << 20)):

@@ -164,6 +164,10 @@ class Engine(AnswerReader, ABC):
         """Return the header that authorizes the gateway at a worker."""
         return self.authorization
 
+    def server_name(self, _worker_id: str) -> str:
+        """Return the name in the certificate of a paired worker; '' for others."""
+        return ""
+
     @abstractmethod
     def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
         """Return the models that a worker serves, by their names in the fleet.

@@ -5,16 +5,12 @@ By its published source; not run here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from gateway.engines.base import Ask, EngineModel, EngineState, Question, named
-from gateway.engines.llama_cpp import with_cached
 from gateway.engines.openai import LocalEngine
 from gateway.protocols.event_stream import count
 from gateway.routing.features import Feature
 from gateway.routing.view import TAKES_ALL
-from gateway.types import Json, Usage
+from gateway.types import Json
 
 _TEXT = frozenset((Feature.IMAGE, Feature.VIDEO, Feature.AUDIO))
 
@@ -41,9 +37,3 @@ class Omlx(LocalEngine):
             context = count(entry.get("max_context_window")) or model.context_tokens
             models.append(EngineModel(model.name, lacks, loaded, size, context))
         return state._replace(models=tuple(models))
-
-    @staticmethod
-    def usage(answer: Mapping[str, Any]) -> Usage | None:
-        """Read the usage, whose cached tokens may stand beside the others."""
-        usage = LocalEngine.usage(answer)
-        return with_cached(usage, answer["usage"].get("cached_tokens") if usage else None)

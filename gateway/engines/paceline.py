@@ -86,12 +86,18 @@ class PacelineWorker(_Paceline):
         super().__init__(token)
         self.paired: Mapping[str, SecretStr] = {}
         """The tokens of paired workers by their ids."""
+        self.server_names: Mapping[str, str] = {}
+        """The names in the certificates of those that have one."""
 
     def authorization_of(self, worker_id: str) -> Mapping[str, str]:
         """Return the header with the token of a paired worker, or else the join token."""
         if (token := self.paired.get(worker_id)) is None:
             return self.authorization
         return {"authorization": f"Bearer {token.get_secret_value()}"}
+
+    def server_name(self, worker_id: str) -> str:
+        """Return the name in the certificate of a paired worker; '' for others."""
+        return self.server_names.get(worker_id, "")
 
     def models(self, report: WorkerReport) -> tuple[tuple[str, ...], Mapping[str, ModelView]]:
         """Return the one model of the report, and whether it lacks pictures."""

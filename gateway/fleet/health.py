@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -15,11 +17,11 @@ from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_fixed
 
 from gateway.engines.paceline import REPORT_PATH, PacelineWorker
-from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry, is_local
+from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry, is_local, speaks_tls
 from gateway.periodic import SharedRuns
 from gateway.state.shared_counters import CounterStore
 from gateway.strict_json import Pieces, size_of
-from paceline.http import certificate_authorities, system_error
+from paceline.http import system_error
 from paceline.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
 log = logging.getLogger(__name__)
@@ -48,8 +50,15 @@ TIMEOUTS = (httpx.TimeoutException, TimeoutError)
 class ReportClient:
     """Requests reports from the workers that send heartbeats, within `client`."""
 
-    def __init__(self, backend: PacelineWorker, fleet: WorkerRegistry, store: CounterStore) -> None:
+    def __init__(
+        self,
+        backend: PacelineWorker,
+        fleet: WorkerRegistry,
+        store: CounterStore,
+        fleet_tls: ssl.SSLContext,
+    ) -> None:
         self._authorization_of = backend.authorization_of
+        self._server_name = backend.server_name
         self._fleet = fleet
         self._store = store
         self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
@@ -61,7 +70,7 @@ class ReportClient:
             timeout=CALL_BACK_TIMEOUT_S,
             # No task reads an idle connection, so the end of one would go unnoticed.
             limits=httpx.Limits(max_keepalive_connections=0),
-            verify=certificate_authorities(),
+            verify=fleet_tls,  # only paired workers speak TLS
             trust_env=False,
         )
 
@@ -70,6 +79,8 @@ class ReportClient:
 
         The sentence is for the owner of the worker, and for admins.
         """
+        if self._server_name(worker.worker_id) and not speaks_tls(worker):
+            return _PLAIN
         if self._call_backs.locked():  # the worker sends its heartbeat again
             return "The gateway is checking too many workers at once. It will try again."
         async with self._call_backs:
@@ -85,12 +96,11 @@ class ReportClient:
         """Return the status and the body of a worker's check of a request; None without one."""
         url = worker.url + CHECKS + path.removeprefix("/v1")
         headers = {**headers, "content-length": str(size_of(body))}
+        ask = functools.partial(self.client.stream, "POST", url, extensions=self._named(worker))
         try:
             async with (
                 asyncio.timeout(CHECK_TIMEOUT_S),
-                self.client.stream(
-                    "POST", url, content=_each(body), headers=headers, timeout=CHECK_TIMEOUT_S
-                ) as response,
+                ask(content=_each(body), headers=headers, timeout=CHECK_TIMEOUT_S) as response,
             ):
                 return response.status_code, from_json(await read_bounded(response))
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
@@ -107,6 +117,7 @@ class ReportClient:
                     params=params,
                     headers=self._authorization_of(worker.worker_id),
                     timeout=DELETION_TIMEOUT_S,
+                    extensions=self._named(worker),
                 )
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             why = type(error).__name__
@@ -166,7 +177,8 @@ class ReportClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = self._authorization_of(worker.worker_id)
-                response, body = await fetch(self.client, "GET", url, headers)
+                named = self._named(worker)
+                response, body = await fetch(self.client, "GET", url, headers, extensions=named)
             if (status := response.status_code) != httpx.codes.OK:
                 rejected = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
                 raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")
@@ -182,6 +194,10 @@ class ReportClient:
             raise _NoReport(_problem(error), type(error).__name__) from None
         # It has answered at this URL. It may name another one, which faces another gateway.
         return report.model_copy(update={"url": worker.url})
+
+    def _named(self, worker: WorkerReport) -> dict[str, str]:
+        """Return the option of a request with the name that the worker's certificate must have."""
+        return {"sni_hostname": self._server_name(worker.worker_id)}
 
 
 class _NoReport(Exception):
@@ -209,6 +225,14 @@ _REFUSED = (
 )
 _NO_NAME = "The gateway cannot resolve the worker's name. Start the worker with an IP as --host."
 _OTHER_TOKEN = "The program at the worker's address has another join token."  # noqa: S105
+_PLAIN = (
+    "The worker has a certificate of the fleet, but its address speaks plain HTTP. Update the "
+    "worker, or pair it again: paceline join"
+)
+_NOT_ITS_CERTIFICATE = (
+    "The program at the worker's address does not show the certificate of its pairing, or a clock "
+    "is wrong. Compare the clocks of both Macs, then pair the worker again: paceline join"
+)
 _OTHER_PROGRAM = "The program at the worker's address is not a worker."
 _OTHER_PROCESS = "Another worker, or an earlier run of this one, answers at the worker's address."
 _PROBLEMS = {
@@ -226,6 +250,8 @@ def _problem(error: BaseException) -> str:
     match system_error(error):
         case socket.gaierror():
             return _NO_NAME
+        case ssl.SSLError():
+            return _NOT_ITS_CERTIFICATE
         case OSError(errno=number) if number in _PROBLEMS:
             return _PROBLEMS[number]
     return _OTHER_PROGRAM
@@ -237,6 +263,8 @@ async def fetch(
     url: str,
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
+    *,
+    extensions: dict[str, str] | None = None,
 ) -> tuple[httpx.Response, bytes]:
     """Return a response and the first bytes of its body; ask twice if the connection breaks.
 
@@ -244,7 +272,9 @@ async def fetch(
     """
 
     async def ask() -> tuple[httpx.Response, bytes]:
-        async with client.stream(method, url, headers=headers, content=content) as response:
+        async with client.stream(
+            method, url, headers=headers, content=content, extensions=extensions
+        ) as response:
             return response, await read_bounded(response)
 
     retrying = AsyncRetrying(

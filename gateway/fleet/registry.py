@@ -354,7 +354,7 @@ class WorkerRegistry:
         """Return the holders that can send nodes of their prefix cache to a worker.
 
         Full, cordoned and draining workers can. Another machine cannot reach an address of this
-        one.
+        one, and nothing travels between a worker with TLS and one without.
         """
         sources = []
         for (worker_id, boot_id), tokens in holders:
@@ -366,8 +366,10 @@ class WorkerRegistry:
                 and holder.is_live
                 and not holder.problem
                 and (is_local(taker.report) or not is_local(holder.report))
+                and speaks_tls(taker.report) is speaks_tls(holder.report)
             ):
-                sources.append(NodeSource(url=holder.report.url, tokens=tokens))
+                url, name = holder.report.url, holder.backend.server_name(worker_id)
+                sources.append(NodeSource(url=url, tokens=tokens, server_name=name))
         return tuple(sources[:MAX_SOURCES])
 
     def is_available(self, worker: WorkerState) -> bool:
@@ -561,6 +563,11 @@ class WorkerRegistry:
 def is_local(report: WorkerReport) -> bool:
     """Return whether only this machine reaches a worker."""
     return is_loopback(urlsplit(report.url).hostname or "")
+
+
+def speaks_tls(report: WorkerReport) -> bool:
+    """Return whether a worker is called over TLS."""
+    return report.url.startswith("https://")
 
 
 def _is_taken(worker: WorkerState, boot_id: str, url: str, backend: Engine) -> bool:

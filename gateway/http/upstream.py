@@ -11,6 +11,7 @@ import errno
 import functools
 import logging
 import socket
+import ssl
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -30,8 +31,8 @@ from paceline.protocol import TOKENS_HEADER
 
 log = logging.getLogger(__name__)
 
-_Address = tuple[str, int, bool]
-"""Host and port of a worker, and whether it speaks TLS."""
+_Address = tuple[str, int, bool, str]
+"""Host and port of a worker, whether it speaks TLS, and the name in a certificate of the fleet."""
 
 Sink = Callable[[bytes], bool]
 """Takes a piece of a body, and returns whether more is wanted; one of chunks takes an HTTP chunk
@@ -82,9 +83,18 @@ class StaleConnection(errors.WorkerLost):
 
 
 class ConnectionPool:
-    """Idle connections to all workers; an async context that closes them at its end."""
+    """Idle connections to all workers; an async context that closes them at its end.
 
-    def __init__(self, connect_timeout_s: float, answer_timeout_s: float) -> None:
+    `fleet_tls` is for paired workers: it presents a certificate of the fleet, and trusts no other.
+    """
+
+    def __init__(
+        self,
+        connect_timeout_s: float,
+        answer_timeout_s: float,
+        fleet_tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._fleet_tls = fleet_tls
         self._connect_timeout_s = connect_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._idle: defaultdict[_Address, deque[tuple[float, UpstreamConnection]]]
@@ -107,15 +117,16 @@ class ConnectionPool:
         on_begin: Callable[[], None],
         *,
         fresh: bool = False,
+        server_name: str = "",
     ) -> UpstreamConnection:
         """Send a request and return once the head of its response has come; raise a `WorkerError`.
 
         `on_begin` is called when there is a connection, before anything is written to it. The
         caller releases the connection: if the response has not ended, that closes the connection
         and so frees the worker's row. `fresh` opens a new connection; it is worth an attempt after
-        `StaleConnection`.
+        `StaleConnection`. `server_name` is that in the certificate of a paired worker.
         """
-        address, begin = _parse_url(url)
+        address, begin = _parse_url(url, server_name)
         head = _encode_head(begin, headers, size_of(body))
         connection = None if fresh else self._take_idle(address)
         if connection is None:
@@ -138,7 +149,8 @@ class ConnectionPool:
 
     async def _connect(self, address: _Address) -> UpstreamConnection:
         """Open a connection; raise `WorkerUnreachable`."""
-        host, port, tls = address
+        host, port, tls, server_name = address
+        of_fleet = self._fleet_tls if server_name else None
 
         def keep(connection: UpstreamConnection) -> None:
             self._idle[address].append((self._loop.time(), connection))
@@ -149,7 +161,8 @@ class ConnectionPool:
                     lambda: UpstreamConnection(self._loop, keep, self._wait_for_turn),
                     host,
                     port,
-                    ssl=certificate_authorities() if tls else None,
+                    ssl=(of_fleet or certificate_authorities()) if tls else None,
+                    server_hostname=server_name or None if tls else None,
                 )
         except OSError as error:  # a timeout is one
             if error.errno in _OUT_OF_FILES:
@@ -597,13 +610,13 @@ def retry_after_s(value: str | None, now_s: float) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parse_url(url: str) -> tuple[_Address, str]:
+def _parse_url(url: str, server_name: str) -> tuple[_Address, str]:
     """Return the address of a URL, and the first two lines of a head."""
     parts = urlsplit(url)
     tls, host = parts.scheme == "https", parts.hostname or ""
     port = parts.port or (443 if tls else 80)
     shown = f"[{host}]" if ":" in host else host
-    return (host, port, tls), f"POST {parts.path} HTTP/1.1\r\nhost: {shown}:{port}"
+    return (host, port, tls, server_name), f"POST {parts.path} HTTP/1.1\r\nhost: {shown}:{port}"
 
 
 def _encode_head(begin: str, headers: Mapping[str, str], body_bytes: int) -> bytes:

@@ -45,9 +45,9 @@ class FoundGateway(NamedTuple):
 
 
 @contextlib.asynccontextmanager
-async def announced(host: str, port: int, fleet_id: str) -> AsyncIterator[None]:
+async def announced(host: str, port: int, fingerprint: str) -> AsyncIterator[None]:
     """Announce a gateway within the context; a network that permits none is logged."""
-    registering = asyncio.create_task(asyncio.to_thread(register, host, port, fleet_id))
+    registering = asyncio.create_task(asyncio.to_thread(register, host, port, fingerprint))
     try:
         yield
     finally:
@@ -55,11 +55,11 @@ async def announced(host: str, port: int, fleet_id: str) -> AsyncIterator[None]:
             await asyncio.to_thread(zeroconf.close)
 
 
-def register(host: str, port: int, fleet_id: str) -> Zeroconf | None:
+def register(host: str, port: int, fingerprint: str) -> Zeroconf | None:
     """Announce a gateway that listens on a host and a port until the result is closed."""
     with contextlib.ExitStack() as failed:
         try:
-            info = announcement(host, port, fleet_id)
+            info = announcement(host, port, fingerprint)
             everywhere = host in WILDCARDS
             zeroconf = Zeroconf(InterfaceChoice.All if everywhere else info.parsed_addresses())
             failed.callback(zeroconf.close)
@@ -72,18 +72,18 @@ def register(host: str, port: int, fleet_id: str) -> Zeroconf | None:
     return zeroconf
 
 
-def announcement(host: str, port: int, fleet_id: str) -> ServiceInfo:
+def announcement(host: str, port: int, fingerprint: str) -> ServiceInfo:
     """Return the announcement of a gateway; raise `OSError` for a host without an address."""
     reached = urlsplit(network_url(host, port)).hostname or host
     found = socket.getaddrinfo(reached, port, type=socket.SOCK_STREAM)
+    fleet = {"fleet": fingerprint[:16], "fingerprint": fingerprint}
     name = f"{name_of_host(socket.gethostname()) or 'gateway'}-{port}"
     return ServiceInfo(
         SERVICE,
         f"{name}.{SERVICE}",
         port=port,
         parsed_addresses=list(dict.fromkeys(str(one[4][0]).partition("%")[0] for one in found)),
-        # `fingerprint`: of a certificate, once gateways have one.
-        properties={"version": version("paceline"), "fleet": fleet_id, "fingerprint": ""},
+        properties={"version": version("paceline"), **fleet},
         server=f"paceline-{secrets.token_hex(4)}.local.",
     )
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
 from gateway.errors import PairingRefused
@@ -24,9 +25,11 @@ from paceline.pairing import (
     PairingRequest,
     PairingSide,
     PairingWrong,
+    PublicKey,
     SessionKeys,
     new_code,
     seal,
+    unseal,
 )
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 GUESS_PAUSE_S = 60.0
 EXCHANGE_LIMIT_S = 30.0
 """Between the two messages of a worker."""
+_PUBLIC_KEY = TypeAdapter(PublicKey)
 _OWNER = "/pairing"
 _CODE, _EXCHANGE = "code", "exchange"
 _NO_CODE = "No pairing code is valid now. Let an admin of the gateway show a new one."
@@ -72,18 +76,23 @@ class PairingCodes:
         await self._put(_EXCHANGE, [request.name, address, *keys], EXCHANGE_LIMIT_S)
         return PairingAnswer(message=side.message, proof=keys.gateway_proof)
 
-    async def finish(self, proof: str) -> str:
+    async def finish(self, proof: str, sealed_key: str) -> str:
         """Pair the worker that has proved the code, and return its sealed record.
 
-        Raise `PairingRefused`.
+        Workers of older versions send no key. Raise `PairingRefused`.
         """
         name, address, *found = await self._take(_EXCHANGE)
         keys = SessionKeys(*found)
         if not hmac.compare_digest(proof, keys.worker_proof):
             raise self._refusal(address)
-        pairing = await self._paired.add(name, address)
+        try:
+            sent = unseal(sealed_key, keys.worker_sealing) if sealed_key else ""
+            public_key = _PUBLIC_KEY.validate_python(sent) if sent else ""
+        except (PairingWrong, ValidationError):
+            raise self._refusal(address) from None
+        pairing = await self._paired.add(name, address, public_key)
         await self._records.delete(_OWNER, address)
-        return seal(pairing, keys.sealing)
+        return seal(pairing.model_dump_json(), keys.sealing)
 
     def _refusal(self, address: str) -> PairingRefused:
         log.warning("pairing.refused address=%s", address)

@@ -25,6 +25,7 @@ _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _TOLD_EVENT = re.compile(TOKENS_LINE + rb"([^\n]*\n)(data:[^\n]*\n\n)")
 _KEYS = ("finish_reason", "usage", "metrics", "error")
+_PARTS = ("prompt", "completion")
 _DONE = b"[DONE]"
 _CALLS = CALLS.encode()
 _CONTENT = ("content", "reasoning_content", "tool_calls", "refusal")
@@ -376,9 +377,9 @@ _count = partial(count, most=10_000_000)
 
 
 class AnswerReader:
-    """Reads the facts of answers and of chunks as OpenAI and vLLM spell them.
+    """Reads the facts of answers and of chunks as OpenAI, vLLM and llama.cpp spell them.
 
-    An engine that spells them in another way has a reader of its own.
+    An engine that spells its drafts in another way has a reader of its own.
     """
 
     facts: re.Pattern[bytes] = _FACT
@@ -390,18 +391,20 @@ class AnswerReader:
         usage = answer.get("usage")
         if not isinstance(usage, dict):
             return None
-        details, made = _details_of(usage, "prompt"), _details_of(usage, "completion")
-        cached = details.get("cached_tokens")
-        completion = _count(usage.get("completion_tokens"))
-        metrics = answer.get("metrics")
-        token_ms = metrics.get("mean_itl_ms") if isinstance(metrics, dict) else None
+        prompt, completion = (_count(usage.get(f"{one}_tokens")) for one in _PARTS)
+        details, made = (_object_at(usage, f"{one}_tokens_details") for one in _PARTS)
+        timings = _object_at(answer, "timings")
+        # The second place is oMLX's, the third that of older versions of llama.cpp.
+        places = (details, "cached_tokens"), (usage, "cached_tokens"), (timings, "cache_n")
+        cached = next((at[name] for at, name in places if at.get(name) is not None), None)
+        token_ms = _object_at(answer, "metrics").get("mean_itl_ms")
         token_s = None
         if isinstance(token_ms, int | float) and 0 < token_ms < _SLOWEST_TOKEN_MS:
             token_s = token_ms / 1000
         return Usage(
-            prompt_tokens=_count(usage.get("prompt_tokens")),
+            prompt_tokens=prompt,
             completion_tokens=completion,
-            cached_tokens=_count(cached),
+            cached_tokens=min(_count(cached), prompt),
             cached_known=cached is not None,
             written_tokens=_count(details.get("cache_write_tokens")),
             system_tokens=_count(details.get("system_tokens")),
@@ -411,11 +414,10 @@ class AnswerReader:
 
     @staticmethod
     def drafts(answer: Mapping[str, Any]) -> Drafts | None:
-        """Read vLLM's per-request draft counts; None if there are no valid ones."""
-        metrics = answer.get("metrics")
-        counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        """Read the draft counts as vLLM has them, or llama.cpp; None if there are no valid ones."""
+        counts = _object_at(answer, "metrics").get("speculative_decoding")
         if not isinstance(counts, dict):
-            return None
+            return _drafts_of(_object_at(answer, "timings"))
         names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
         steps, drafted, accepted = (_count(counts.get(name)) for name in names)
         histogram = counts.get("acceptance_histogram")
@@ -425,9 +427,22 @@ class AnswerReader:
         return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
 
 
-def _details_of(usage: Mapping[str, Any], part: str) -> Mapping[str, Any]:
-    details = usage.get(f"{part}_tokens_details")
-    return details if isinstance(details, dict) else {}
+def _drafts_of(timings: Mapping[str, Any]) -> Drafts | None:
+    """Read the draft counts of llama.cpp's `timings`; None without any.
+
+    Without `draft_rounds`, every token except accepted drafts counts as a step, so the mean length
+    of a step is rather too low.
+    """
+    if timings.get("draft_n") is None:
+        return None
+    drafted, accepted = count(timings["draft_n"]), count(timings.get("draft_n_accepted"))
+    steps = count(timings.get("draft_rounds")) or count(timings.get("predicted_n")) - accepted
+    return Drafts(max(steps, 0), drafted, accepted, ()) if accepted <= drafted else None
+
+
+def _object_at(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = answer.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _event_end(data: bytes, search_from: int) -> int:

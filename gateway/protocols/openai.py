@@ -82,8 +82,12 @@ class WireFormat:
 
     async def open(
         self, body: dict[str, Any], owner: str, hold: MemoryHold, size_bytes: int
-    ) -> None:
-        """Read the items that a parsed body of this size continues; raise a `RequestRefused`."""
+    ) -> int:
+        """Read the items that a parsed body of this size continues; return the size of all.
+
+        Raise a `RequestRefused`.
+        """
+        return size_bytes
 
     async def writer(self, client: Any, cancel_scope: Any) -> Any:
         """Return the writer of the answer's events: to the client, or to a log."""

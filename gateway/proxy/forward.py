@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 from urllib.parse import quote
@@ -95,7 +96,7 @@ class Forwarder:
         self._checks: set[asyncio.Task[None]] = set()
         self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
         self.connections = upstream.ConnectionPool(
-            settings.connect_timeout_s, settings.answer_timeout_s
+            settings.connect_timeout_s, settings.answer_timeout_s, gateway.fleet_tls
         )
         self.retries = RetryBudget()
         self.quarantine = Quarantine()
@@ -444,7 +445,8 @@ class Forwarder:
         told = Told(candidate.worker_id, candidate.lane, prefix, scope, limit, sources)
         headers |= backend.headers(told)
         url = lease.state.report.url + WIRE_OF[profile.endpoint]
-        send = self.connections.send
+        server_name = backend.server_name(candidate.worker_id)
+        send = functools.partial(self.connections.send, server_name=server_name)
         response = await send(url, body, headers, context.begin, fresh=fresh)
         tokens = response.tokens
         if response.status == 200 or not tokens or reservation is None or limit is None:

@@ -216,7 +216,9 @@ class ProxyHandler:
         context.caller = read_caller(scope, context.policy, context.api_key)
         if not (is_large(raw) or any([mark in raw for mark in PDF_MARKS])):  # noqa: C419  # as there
             context.hold.add(footprint_bytes(raw, bounded=True))
-            await self._inspect_in(Turn(context.hold), scope, raw, context)
+            await self._inspect_in(
+                Turn(context.hold, gateway.inspection_thread), scope, raw, context
+            )
             return
         # A request that takes long is admitted before its cost is known.
         with contextlib.ExitStack() as admitted:
@@ -233,7 +235,7 @@ class ProxyHandler:
         gateway, policy, api_key = self._gateway, context.policy, context.api_key
         body = await turn.run(parse, raw)
         wire_format, caller = context.wire_format, context.caller
-        await wire_format.open(body, caller.key, context.hold, len(raw))
+        turn = turn.grown(await wire_format.open(body, caller.key, context.hold, len(raw)))
         inspected = await inspect(gateway, wire_format, body, policy, turn, caller=caller)
         context.inspected = inspected
         api_key.check_model(inspected)

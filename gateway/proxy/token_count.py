@@ -62,18 +62,19 @@ class TokenCounter:
 
     async def _ask(self, worker: WorkerState, inspected: Inspected, body: Pieces) -> int:
         """Return the count of one worker; raise `ValueError` for an answer without one."""
-        authorization = worker.backend.authorization_of(worker.report.worker_id)
+        backend, worker_id = worker.backend, worker.report.worker_id
+        authorization = backend.authorization_of(worker_id)
         headers = {"content-type": "application/json", **authorization}
         url = worker.report.url + TOKENIZE_PATH
         send = functools.partial(self._connections.send, url, body, headers, lambda: None)
+        send = functools.partial(send, server_name=backend.server_name(worker_id))
         try:
             response = await send()
         except StaleConnection:
             response = await send(fresh=True)
         try:
             if response.status != 200:
-                judge = worker.backend.refusal
-                raise await refusal(response, _TIMEOUT_S, judge, inspected.body)
+                raise await refusal(response, _TIMEOUT_S, backend.refusal, inspected.body)
             answer = from_json(await response.read(_RESPONSE_LIMIT_BYTES))
         except ConnectionLost as error:
             raise errors.WorkerLost from error

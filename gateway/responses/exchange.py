@@ -163,10 +163,10 @@ class ResponseExchange(ResponsesFormat):
         assert self.request is not None, "the request has not been read"
         return self.request
 
-    async def open(self, body: Json, owner: str, hold: MemoryHold, size_bytes: int) -> None:
-        """Read a parsed body of this size and its history; raise a `RequestRefused`.
+    async def open(self, body: Json, owner: str, hold: MemoryHold, size_bytes: int) -> int:
+        """Read a parsed body of this size and its history; return the size of both.
 
-        `hold` gets the bytes of the history.
+        `hold` gets the bytes of the history. Raise a `RequestRefused`.
         """
         self.owner = owner
         self._hold = hold
@@ -176,6 +176,7 @@ class ResponseExchange(ResponsesFormat):
         self.request = request._replace(
             items=await kept.resolve(owner, request.items, self.history)
         )
+        return kept.size_bytes
 
     async def writer(self, client: ResponseWriter, cancel_scope: CancelScope) -> EventWriter:
         """Return the writer of the response; answer a request for the background.

@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
-
 from gateway import errors
-from gateway.inspection_thread import InspectionThread
+from gateway.inspection_thread import InspectionThread, P, T
 from gateway.memory_budget import MemoryHold
 from gateway.protocols.responses.items import kept_item
 from gateway.protocols.responses.request import Item, ResponsesRequest
 from gateway.state.expiring import ExpiringRecords
-from gateway.strict_json import ITEMS_LIMIT, encode_body, footprint_bytes
+from gateway.strict_json import ITEMS_LIMIT, encode_body, footprint_bytes, parse_answer
 from gateway.types import Json
 
 _IDS = {
@@ -45,15 +43,16 @@ def new_id(prefix: str) -> str:
 class KeptItems:
     """The kept responses and conversations, for one request.
 
-    `now_s` returns seconds since 1970. `hold` gets the bytes that the request reads beside the
-    `size_bytes` of its body, and that it stores.
+    `now_s` returns seconds since 1970. `hold` gets the bytes that the request reads beside its
+    body, and that it stores.
     """
 
     _records: ExpiringRecords
     _now_s: Callable[[], float]
     _thread: InspectionThread
     _hold: MemoryHold
-    _size_bytes: int = 0
+    size_bytes: int = 0
+    """Of the body, and of all that was read for it."""
 
     async def open(self, owner: str, request: ResponsesRequest) -> tuple[Sequence[Item], Json]:
         """Return the items before those of a request, and the record that it continues.
@@ -79,10 +78,17 @@ class KeptItems:
     async def resolve(
         self, owner: str, items: Sequence[Item], history: Sequence[Item]
     ) -> tuple[Item, ...]:
-        """Return items with each reference replaced by its item, in the history or stored."""
-        wanted = {_referred(item) for item in items} - {""}
-        if not wanted:
-            return tuple(items)
+        """Return items with each reference replaced by its item, in the history or stored.
+
+        Raise a `RequestRefused` for a second reference to an item: few bytes could stand for many.
+        """
+        wanted: set[str] = set()
+        for index, item in enumerate(items):
+            if (name := _referred(item)) in wanted:
+                problem = "An earlier reference names the same item."
+                raise errors.FieldInvalid(problem, param=f"input[{index}].id")
+            if name:
+                wanted.add(name)
         known = {item["id"]: item for item in history if item.get("id") in wanted}
         matches = filter(None, map(_ITEM_ID.fullmatch, wanted - known.keys()))
         names = {f"{'conv' if match[2] else 'resp'}_{match[1]}" for match in matches}
@@ -162,8 +168,8 @@ class KeptItems:
                 if before is None or not _IDS["Conversation"].fullmatch(name):
                     raise errors.ResponseUnknown("Conversation", name)
                 hold.add(await self._thread.run(len(before), footprint_bytes, before))
-                self._size_bytes += len(before)
-                conversation: Json = await self._thread.run(len(before), from_json, before)
+                self.size_bytes += len(before)
+                conversation: Json = await self._thread.run(len(before), parse_answer, before)
                 change(conversation)
                 data = await self._encoded(conversation)
                 if data and await self._put(owner, name, data, replaces=before):
@@ -177,6 +183,10 @@ class KeptItems:
         """Add items to a conversation; raise `ResponseUnknown`, or `FieldInvalid` for too many."""
         await self.change(owner, name, lambda one: _extend(one["items"], items))
 
+    async def run(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function whose time grows with what the request has read; return its result."""
+        return await self._thread.run(self.size_bytes, work, *args, **kwargs)
+
     async def _put(
         self, owner: str, name: str, data: bytes, *, replaces: bytes | None = None
     ) -> bool:
@@ -187,7 +197,7 @@ class KeptItems:
 
     async def _encoded(self, record: Json) -> bytes:
         """Return a record to store; nothing if it has too many values to be read again."""
-        return await self._thread.run(self._size_bytes, _encode, record, self._size_bytes)
+        return await self.run(_encode, record, self.size_bytes)
 
     async def _record(self, kind: str, owner: str, name: str) -> Json | None:
         return (await self._read(owner, [name]))[0] if _IDS[kind].fullmatch(name) else None
@@ -201,7 +211,7 @@ class KeptItems:
             raise errors.FieldInvalid(
                 f"A conversation may have at most {_HISTORY_LIMIT_BYTES} bytes."
             )
-        self._size_bytes += size_bytes
+        self.size_bytes += size_bytes
         self._hold.add(await self._thread.run(size_bytes, _footprint_bytes, found))
         parsed = await self._thread.run(size_bytes, _parsed, found)
         self._hold.add(-size_bytes)  # what was read leaves with this call
@@ -228,7 +238,7 @@ def _encode(record: Json, size_bytes: int) -> bytes:
 
 
 def _parsed(found: Sequence[bytes | None]) -> list[Json | None]:
-    return [None if data is None else from_json(data) for data in found]
+    return [None if data is None else parse_answer(data) for data in found]
 
 
 def _extend(kept: list[Item], items: Sequence[Item]) -> None:

@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import secrets
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from gateway.state.redis import UNWRITTEN, RedisClient
 from gateway.state.shared_hash import NOW
 from gateway.state.shares import EVEN_IF_FULL
 from paceline.error_messages import message_of
+from paceline.private_files import replace_file
 
 Texts = dict[str, str]
 """The JSON text of each record by its name, oldest first."""
@@ -323,26 +323,6 @@ def write_file(path: Path, texts: TextsByKind) -> None:
         for kind, records in texts.items()
     }
     replace_file(path, json.dumps(kinds, ensure_ascii=False, indent=1))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a new file and move it into place, so that the file is always complete."""
-    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        # The folder too: a power cut must not bring back a revoked key.
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -84,18 +84,6 @@ class MtpOn(StatusModel):
 Mtp = MtpOff | MtpOn
 
 
-class WorkerPrefix(StatusModel):
-    """Prefix cache results of a worker, for all prompts that are long enough to be cached."""
-
-    hits: NonNegativeInt
-    misses: NonNegativeInt
-    cached_tokens: NonNegativeInt
-    """Prompt tokens that came from the cache."""
-    moves: dict[str, NonNegativeInt]
-    """Transfers of earlier turns from other workers: `moved`, or why they ended before (`absent`,
-    `slower`, `busy`, `too_large`, `other_model`, `failed`)."""
-
-
 class Savings(StatusModel):
     """Steps, tokens and time saved by drafting and by the prefix cache, as measured by workers."""
 
@@ -237,7 +225,6 @@ class WorkerStatus(StatusModel):
     """One worker; counts cover all its boots, past ones too."""
 
     unreported: Unreported
-    prefix: WorkerPrefix
     savings: Savings
     mtp: Mtp
     state: WorkerCondition
@@ -249,6 +236,8 @@ class WorkerStatus(StatusModel):
     without such a problem."""
     kind: str
     """`paceline`, or the kind of another engine; empty if the worker is gone."""
+    tls: bool
+    """Whether the gateways call it over TLS, as they do paired workers."""
     model: str
     models: tuple[str, ...]
     """All models that it serves now."""
@@ -260,6 +249,9 @@ class WorkerStatus(StatusModel):
     memory_bytes: NonNegativeInt
     prefix_cache_bytes: NonNegativeInt
     """The part of `memory_bytes` that the prefix cache uses."""
+    prefix_moves: dict[str, NonNegativeInt]
+    """Transfers of earlier turns from other workers: `moved`, or why they ended before (`absent`,
+    `slower`, `busy`, `too_large`, `other_model`, `failed`)."""
     heartbeat_age_s: NonNegativeFloat
     """Seconds since the last heartbeat."""
     start: StartStatus

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from gateway.errors import FieldInvalid
-from gateway.fleet.registry import Absence, WorkerRegistry
+from gateway.fleet.registry import Absence, WorkerRegistry, speaks_tls
 from gateway.fleet.worker import WorkerState
 from gateway.state.counters import CounterKey, sum_lanes
 from gateway.status import model
@@ -31,7 +31,6 @@ _LANE_FIELDS = set(
     "prefill_tokens_per_s".split()
 )
 """The fields of a lane that its report has too."""
-_PREFIX_FIELDS = set(model.WorkerPrefix.model_fields)
 _NO_LOAD = dict.fromkeys(
     "slots running waiting pending_prefill_tokens requested_draft_tokens "
     "effective_draft_tokens".split(),
@@ -170,6 +169,7 @@ class FleetRenderer:
             state=worker_state(worker),
             problem=worker.trouble if worker else "",
             kind=worker.backend.kind if worker else "",
+            tls=speaks_tls(latest),
             model=latest.model,
             models=worker.models if worker else (),
             labels=latest.labels,
@@ -178,6 +178,7 @@ class FleetRenderer:
             context_tokens=latest.context_tokens,
             memory_bytes=latest.memory_bytes if worker else 0,
             prefix_cache_bytes=latest.prefix_cache_bytes if worker else 0,
+            prefix_moves=prefix.moves,
             heartbeat_age_s=round(max(0.0, age_s), 3),
             start=_start(worker),
             absence=self._absence(worker_id),
@@ -185,7 +186,6 @@ class FleetRenderer:
             lanes={lane.name: self._lane(lane, worker_id) for lane in sum_lanes(lanes)},
             mtp=mtp_status(lanes),
             savings=_savings(lanes),
-            prefix=model.WorkerPrefix(**prefix.model_dump(include=_PREFIX_FIELDS)),
             unreported=self._unreported(lambda at: at.worker_id == worker_id),
         )
 

@@ -42,7 +42,7 @@ _COUNTERS = _rows(  # family of counts, name, labels
     requests requests pool,reason,status
         Finished requests.
     bypass bypasses reason
-        Requests that could not run in the lane text-mtp; one may have several reasons.
+        Requests without drafts of the lane text-mtp; one may have several reasons.
     errors errors code
         Requests that ended with an error, by error code.
     prefix prefixes result

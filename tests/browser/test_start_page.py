@@ -70,6 +70,7 @@ async def test_the_page_says_why_no_model_is_ready(gateway, worker, tab) -> None
     trouble = tab.page.locator("#trouble")
     await tab.open(gateway.url, "/")
     await expect(trouble).to_contain_text("No model is ready yet. This page shows")
+    await expect(tab.page.locator("#model-list")).to_have_text("None yet.")
     progress = StartProgress(stage=StartStage.KERNELS, done=1, total=3)
     gateway.join(worker, ready=False, lanes=[], start=progress.model_dump())
     await expect(trouble).to_contain_text("No model is ready. fake-a is starting: ")

@@ -182,6 +182,8 @@ async def test_l15_no_text_takes_more_than_linear_time(gateway_with_worker, tab)
     marks = ("`", "`` ", "`a", "[", "[a](http://x", "**a ", "*a ", "_a ", "http://....", "`*_[")
     for mark in marks:
         assert await tab.page.evaluate(render, ("a" + mark * 20_000)[:19_999]), mark
+    for line in ("~" * 400_000 + "`", "`" * 400_000 + "a`", "x|\n" + " " * 400_000):
+        assert await tab.page.evaluate(render, line), line[:3]
     suggest = """async before => {
       const { PolicySchema } = await import("/pages/admin/policy_schema.js");
       return new PolicySchema({ properties: {} }).suggest(before, before).options.length;

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from pydantic import SecretStr
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from paceline.certificates import Authority
+from paceline.http import paired_tls
 from paceline.protocol import SCOPE_HEADER, SOURCES_HEADER, PrefixCounts
 from tests.support.chat_bodies import assistant, user
 from tests.support.images import encode_image
@@ -61,11 +64,13 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def serving(engine: Any) -> AsyncIterator[str]:
+async def serving(
+    engine: Any, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
     token = SecretStr(TOKEN)
     async with (
-        PrefixPeers(token) as peers,
-        serve_app(create_app(make_worker(engine), token, peers)) as url,
+        PrefixPeers(token, tls=client) as peers,
+        serve_app(create_app(make_worker(engine), token, peers), tls=server) as url,
     ):
         yield url
 
@@ -85,11 +90,13 @@ async def ask(
     scope: str,
     lane: str = "text-mtp",
     sources: Sequence[tuple[str, int]] = (),
+    server_name: str = "",
     **fields: Any,
 ) -> Reply:
     headers = {"authorization": f"Bearer {TOKEN}", "x-paceline-lane": lane, SCOPE_HEADER: scope}
     if sources:
-        named = [{"url": source, "tokens": tokens} for source, tokens in sources]
+        name = {"server_name": server_name}
+        named = [{"url": source, "tokens": tokens, **name} for source, tokens in sources]
         headers[SOURCES_HEADER] = json.dumps(named)
     body = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 4, **fields}
     async with httpx.AsyncClient(timeout=120) as client:
@@ -161,6 +168,27 @@ async def test_the_next_turn_at_another_worker_reads_its_new_tokens_only(
     kinds = after.tokens_by_kind["moved"] - before.tokens_by_kind.get("moved", 0)
     assert kinds == moved.cached_tokens
     assert after.moves["moved"] - before.moves.get("moved", 0) == 1
+
+
+async def test_nodes_travel_between_paired_workers_by_their_certificates(
+    engine: Engine, holder: Engine, source: str, taker: str
+) -> None:
+    messages, held = await begin(source, "paired")
+    server, client = paired_tls(server=True), paired_tls()
+    authority = Authority(b"x" * 32)
+    for context, name in ((server, "holder.worker"), (client, "taker.worker")):
+        authority.new_identity(name, time.time()).load(context)
+    before = counts(engine).moves
+    async with serving(holder, server=server) as secure, serving(engine, client=client) as paired:
+        given: dict[str, Any] = {"scope": "paired", "sources": [(secure, held)]}
+        for asked, name in ((taker, "holder.worker"), (paired, "other.worker")):
+            assert not (await ask(asked, messages, server_name=name, **given)).cached_tokens
+            await engine.drop_prefixes("paired")
+        moved = await ask(paired, messages, server_name="holder.worker", **given)
+    assert held - 2 <= moved.cached_tokens < moved.prompt_tokens
+    after = counts(engine).moves
+    assert after["failed"] - before.get("failed", 0) == 2, "without a certificate; another name"
+    assert after["moved"] - before.get("moved", 0) == 1
 
 
 async def test_a_worker_takes_what_its_own_nodes_lack(engine, source, taker) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -190,12 +191,16 @@ async def worker_client(
 
 @asynccontextmanager
 async def serve_app(
-    app: Any, port: int = 0, host: str = "127.0.0.1", check_s: float = CHECK_S
+    app: Any,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    check_s: float = CHECK_S,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[str]:
     """Serve an ASGI application at a real socket of this loop; yield its URL."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
     listener.listen()
-    async with Server(app, check_s=check_s).on(listener):
-        yield f"http://{host}:{listener.getsockname()[1]}"
+    async with Server(app, check_s=check_s, tls=tls).on(listener):
+        yield f"{'https' if tls else 'http'}://{host}:{listener.getsockname()[1]}"

@@ -1,1 +1,1 @@
-"""`paceline doctor`: measure what a model does on this machine, and say what to run."""
+"""`paceline doctor`: measure a model on this machine, and recommend settings."""

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     help="Limit of the measurements, after the model is loaded (default: 120).",
 )
 def doctor(model: str, mtp: str, json_file: Path, seconds: float) -> int:
-    """Measure what a model does on this Mac, and say what to run.
+    """Measure a model on this Mac, and recommend settings.
 
     The measurements are rounds by draft length and number of requests, reading, memory, and whether
     answers stay the same. Nothing else should run meanwhile. A report for people goes to the
@@ -167,7 +167,7 @@ def _load(source: ModelSource, head: ModelSource | None) -> tuple[Engine, float]
 
 @contextmanager
 def _progress(*title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Yield what shows a stage, what of it is done, and its total."""
+    """Yield a function that shows a stage, its progress and its total."""
     display, begun_s = StartDisplay(sys.stderr, *title), time.monotonic()
 
     def show(stage: str, done: int, total: int) -> None:

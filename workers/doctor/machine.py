@@ -1,4 +1,4 @@
-"""What this machine is: chip, memory, limits, versions, and whether it may use its network."""
+"""Facts of this machine: chip, memory, limits, versions, and whether it may use its network."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ _QUESTION = (
 
 
 def inspect_machine(device: Mapping[str, Any], *, metal: bool) -> Machine:
-    """Return what is known of this machine; `device` is what MLX tells of the one it computes on.
+    """Return the facts of this machine; `device` has MLX's facts of its device.
 
     Neither its name nor its addresses nor those of its user are part of it.
     """
@@ -53,7 +53,7 @@ def inspect_machine(device: Mapping[str, Any], *, metal: bool) -> Machine:
 def network_access(system: str) -> NetworkAccess:
     """Return whether this process may reach other machines of the local network.
 
-    macOS 15 asks the user; until that is allowed, a datagram to the network has no route.
+    macOS 15 asks the user; until the user allows it, no datagram reaches the network.
     """
     if system != "Darwin":
         return NetworkAccess.NOT_NEEDED

@@ -165,7 +165,7 @@ def measure_round(session: Session, rows: int, k: int) -> Round:
 
 
 def compare(answers: Sequence[Answer], alone: Sequence[Answer], *, bits: bool = False) -> Equality:
-    """Return how many answers equal those asked alone; with `bits`, their log-probabilities too."""
+    """Return how many answers equal those without company; with `bits`, also in log-probability."""
     pairs = list(zip(answers, alone, strict=True))
     texts = [(one.row.answer, other.row.answer) for one, other in pairs]
     differences = [
@@ -186,7 +186,7 @@ def compare(answers: Sequence[Answer], alone: Sequence[Answer], *, bits: bool = 
 
 
 def _compare_answers(session: Session) -> dict[str, Any]:
-    """Ask all questions alone and in company, with drafts and without."""
+    """Ask all questions one by one and in company, with drafts and without."""
     questions = [*QUESTIONS, *_FURTHER_QUESTIONS]
     prompts = [chat_prompt(session.engine.prompts, question) for question in questions]
     found: dict[str, Any] = {}

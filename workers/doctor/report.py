@@ -1,4 +1,4 @@
-"""The report of `paceline doctor`: what was measured, as JSON and as text, and what follows."""
+"""The report of `paceline doctor`: its measurements, as JSON and as text, and its advice."""
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
@@ -60,7 +60,7 @@ class Machine(_Part):
     generation: Count
     """Of the GPU: 13 is M1, 14 M2, 15 M3, 16 M4, 17 M5."""
     working_set_bytes: Count
-    """What the GPU may use without being slowed down."""
+    """Memory that the GPU may use without being slowed down."""
     largest_buffer_bytes: Count
     wired_limit_bytes: Count
     """As the owner has set it (iogpu.wired_limit_mb); 0: the system's default."""
@@ -101,7 +101,7 @@ class Round(_Part):
 
 
 class Equality(_Part):
-    """How many answers equal those of the same questions asked alone, without drafts."""
+    """How many answers equal those of the same questions asked one by one, without drafts."""
 
     answers: Count
     equal: Count
@@ -127,11 +127,11 @@ class Report(_Part):
     with_drafts: Equality | None = None
     in_company: Equality | None = None
     exact: Equality | None = None
-    """Of answers with `exact`, alone and in company."""
+    """Of answers with `exact`, with and without company."""
     skipped: tuple[str, ...] = ()
     """Measurements that the time did not suffice for."""
     failures: tuple[str, ...] = ()
-    """What must not be: please report it."""
+    """A defect of Paceline that its owner should report."""
     advice: tuple[str, ...] = ()
 
     def tokens_per_round(self, k: int) -> float:
@@ -155,7 +155,7 @@ class Report(_Part):
 
 
 def advise(report: Report) -> Iterator[str]:
-    """Yield what this machine should run, by what was measured; pure."""
+    """Yield advice for this machine from its measurements; pure."""
     machine, model = report.machine, report.model
     yield from _advise_drafts(report)
     rows = sorted({one.rows for one in report.rounds})

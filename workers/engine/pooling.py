@@ -46,7 +46,7 @@ SLOTS = 32
 """Requests that a gateway sends at once; their rows share batches."""
 _QUEUE_LIMIT = 256
 _BATCH_TOKENS = 8192
-"""Of a step, padding included; a longer row is alone."""
+"""Tokens of a step, with padding; a longer row has its own step."""
 _BATCH_ROWS = 64
 _UNMEASURED_TOKENS_PER_S = 1000.0
 
@@ -161,7 +161,7 @@ class PoolingLane:
             self._end(job, reason)
 
     def report(self) -> LaneReport:
-        """Return a copy of the counts, none of which depends on another."""
+        """Return a copy of the counts; each is independent of the others."""
         open_jobs = self._open_jobs
         return LaneReport(
             name=self._model.endpoint.value,

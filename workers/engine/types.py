@@ -125,11 +125,11 @@ class Generation:
     ignore_eos: bool = False
     """Whether the model's own end tokens are tokens as any other."""
     prompt_limit: int | None = None
-    """Leave out the beginning of a longer prompt; -1: of one that the context does not hold."""
+    """Leave out the beginning of a longer prompt; -1: of a prompt that exceeds the context."""
     split_reasoning: bool = False
     """Whether the model's reasoning is apart from the text, if it marks any."""
     thinking_budget: int | None = None
-    """The most tokens of reasoning, if it is apart; None: no limit of its own."""
+    """The most tokens of reasoning, if it is apart; None: no separate limit."""
     constraint: Constraint | None = None
     """The form that the answer must have."""
     call_marks: tuple[str, str] | None = None
@@ -144,12 +144,12 @@ class Generation:
     draft_tokens: int | None = None
     """Draft length that the request names; None applies the worker's setting."""
     exact: bool = False
-    """Whether the answer must be the same in every bit, alone and beside other rows: it drafts
+    """Whether the answer must be the same in every bit, with and without other rows: it drafts
     nothing, shares no pass and no prefix, and its prompt is read in chunks of one size."""
     report_steps: bool = False
     """Whether the deltas contain the steps of the engine."""
     given: GivenAnswer | None = None
-    """What the client has of the answer already; None for a new one."""
+    """The part of the answer that the client already has; None for a new answer."""
     spec_prefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
     """Whether to read a long prompt sparsely, and how much of it."""
     further_choice: bool = False
@@ -158,7 +158,7 @@ class Generation:
     """Reasons not to speculate, counted in the lane's `bypass_counts`; empty if there are none."""
 
     def check_tokens(self, vocabulary: int) -> None:
-        """Raise `InvalidGeneration` for a token, beside those of the prompt, that no model has."""
+        """Raise `InvalidGeneration` for a token outside the prompt that no model has."""
         given = self.given.steps if self.given else ()
         named = {
             "logit_bias": [token for token, _ in self.sampling.logit_bias],
@@ -171,7 +171,7 @@ class Generation:
                 raise InvalidGeneration(name, f"Token {unknown} is not in the vocabulary.")
 
     def answer_limit(self, prompt_tokens: int, room: int, default: int | None) -> int:
-        """Return the most tokens of the answer, of which `room` fit and `default` is the model's.
+        """Return the most tokens of the answer; `room` fit, and `default` is the model's limit.
 
         Raise `TokenLimitExceeded` if the request may then need more than it is allowed.
         """
@@ -284,7 +284,7 @@ class PrefillProgress:
 
     read_tokens: int
     prompt_tokens: int
-    """Without those that SpecPrefill skips, once it has chosen them."""
+    """Without the tokens that SpecPrefill skips, once it has chosen them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +300,7 @@ that, any number of `Delta`, then one `Finished`, or raises `EngineError`."""
 
 
 ProgressSink = Callable[[StartStage, int, int], None]
-"""Is called from any thread with the stage of a start, what of it is done, and its total."""
+"""Called from any thread with the stage of a start, its progress, and its total."""
 
 
 class EngineError(Exception):
@@ -398,11 +398,11 @@ class EngineSettings(LaneSettings):
     """A local directory in the format of Hugging Face."""
     served_name: str
     adapter: Path | None = None
-    """A local directory with a LoRA adapter; None: the model alone."""
+    """A local directory with a LoRA adapter; None: only the model."""
     dtype: WeightType | None = None
     """Type of the weights that are not quantised; None: as they are stored."""
     context_tokens: int | None = None
-    """Limit of prompt and answer together; None: what the model was trained for."""
+    """Limit of prompt and answer together; None: the context that the model was trained for."""
     lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
     prefix_cache_bytes: int | None = None
     """Limit of the prefix cache in memory; None: a quarter of that for rows."""
@@ -436,7 +436,7 @@ class Card:
     group_size: int = 1
     """Machines that serve the model together."""
     default_max_tokens: int | None = None
-    """The checkpoint's limit of an answer; None: the context window alone limits it."""
+    """The checkpoint's limit of an answer; None: only the context window limits it."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     vision: bool = False
     """Whether it takes pictures."""
@@ -470,17 +470,17 @@ class ModelCard(Card):
 
 
 class Pooled(NamedTuple):
-    """What an embedder or a reranker has computed for one request."""
+    """The result of an embedder or a reranker for one request."""
 
     numbers: NDArray[np.float32]
     """[texts or documents, numbers of each]."""
     tokens: int
-    """Tokens of all rows, those that the model adds included."""
+    """Tokens of all rows, with those that the model adds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """What an engine reports of its memory and of its prefix cache, if it knows."""
+    """An engine's report of its memory and of its prefix cache, if it knows."""
 
     memory_bytes: int = 0
     """Memory in use by MLX: weights, caches, activations."""

@@ -1,4 +1,4 @@
-"""What a group cannot do, found before it loads hundreds of gigabytes: splits, memory, requests."""
+"""Limits of a group, checked before it loads hundreds of gigabytes: splits, memory, requests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,7 +91,7 @@ def check_facts(hosts: Hosts, facts: Sequence[RankFacts], weights: int) -> None:
 
 
 def refuse_unsupported(generation: Generation) -> None:
-    """Raise `InvalidGeneration` for what mlx-lm's generator cannot do."""
+    """Raise `InvalidGeneration` for a request that mlx-lm's generator cannot serve."""
     asked: dict[str, bool | Constraint | None] = {
         "messages": bool(generation.prompt.pictures),
         "response_format": generation.constraint,

@@ -1,7 +1,7 @@
 """The engine of a group: it renders prompts and writes answers here; the ranks make the tokens.
 
-A worker with it is a worker as any other, with one lane. What mlx-lm batches leaves the batch when
-its client leaves; a seeded request runs alone there and cannot be stopped on all ranks at once, so
+A worker with it is a worker as any other, with one lane. A row that mlx-lm batches leaves when
+its client leaves; a seeded request runs by itself and cannot be stopped on all ranks at once, so
 it is read to its end. The group dies with any of its ranks, and starts again.
 """
 
@@ -66,7 +66,7 @@ class _Answer:
 class GroupEngine:
     """One model on several machines; create it with `GroupEngine.start`.
 
-    mlx-lm tells nothing of its prefix cache, and a rank whose allocation fails dies.
+    mlx-lm reports nothing of its prefix cache, and a rank whose allocation fails dies.
     """
 
     hosts: Hosts
@@ -144,7 +144,7 @@ class GroupEngine:
         return (self._counters.report(),)
 
     def queue_place(self, generation: types.Generation) -> QueuePlace | None:
-        """Return None: mlx-lm tells no places."""
+        """Return None: mlx-lm reports no places."""
         del generation
         return None
 
@@ -168,7 +168,7 @@ class GroupEngine:
     async def drop_prefixes(self, scope: str | None) -> None:
         """Delete the whole prefix cache, whatever the scope, once the running answers have ended.
 
-        mlx-lm does not tell which sequences belong to a scope.
+        mlx-lm does not report which sequences belong to a scope.
         """
         del scope
         if self._ranks is not None and self.ready:

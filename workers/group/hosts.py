@@ -1,7 +1,7 @@
-"""The hosts of a group: the file that MLX's own launcher reads, checked, and what a rank is told.
+"""The hosts of a group: the file that MLX's launcher reads, its checks, and a rank's environment.
 
 Ranks exchange requests as pickles over connections that ask nobody who he is: whoever reaches such
-a port runs code. So every address of the file must be private, and the ranks listen on these alone.
+a port runs code. So every address of the file must be private, and the ranks listen only on these.
 """
 
 import ipaddress
@@ -94,7 +94,7 @@ class Hosts(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Return the hosts of a file; raise `InvalidSettings` for one that cannot work."""
+        """Return the hosts of a file; raise `InvalidSettings` for a file that cannot work."""
         try:
             with path.open("rb") as file:
                 hosts = cls.model_validate_json(file.read(_MAX_FILE_BYTES))
@@ -136,7 +136,7 @@ class Hosts(BaseModel):
         return f"Rank {rank} ({self.hosts[rank].ssh or self.hosts[rank].ips[0]})"
 
     def environment(self, ports: Sequence[Sequence[int]]) -> tuple[dict[str, str], dict[str, Any]]:
-        """Return the variables of all ranks, and those that name a file with such content.
+        """Return the variables of all ranks, and the variables that name a file with such content.
 
         `ports` are free ports of each rank, one for each of its addresses.
         """
@@ -153,7 +153,7 @@ class Hosts(BaseModel):
 
 
 def free_port(address: str) -> int:
-    """Return a free port of an address; raise OSError for one that this machine does not have."""
+    """Return a free port of an address; raise OSError for an address of another machine."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])

@@ -38,11 +38,11 @@ _CACHED_SEQUENCES = 10
 _PREFILL_CHUNK = 1024
 """Tokens of a prompt in one pass."""
 _NO_TOKEN = -1
-"""Ends a beginning that is looked up for itself: no cached sequence goes on so."""
+"""Ends a beginning that is looked up for itself: no cached sequence continues with it."""
 
 
 class RankOrder(BaseModel):
-    """What a rank must know before it tells its facts."""
+    """The facts that a rank must know before it reports its own."""
 
     rank: int
     model: str
@@ -51,7 +51,7 @@ class RankOrder(BaseModel):
 
 
 class RankFacts(BaseModel):
-    """What a rank found on its machine."""
+    """The facts of a rank's machine."""
 
     pid: int
     versions: dict[str, str]
@@ -65,7 +65,7 @@ class RankFacts(BaseModel):
 
 
 class RankStart(BaseModel):
-    """What a rank must know to load its part of the model."""
+    """The facts that a rank must know to load its part of the model."""
 
     backend: Backend
     split: Split
@@ -101,7 +101,7 @@ class RankMessage(BaseModel):
     """Why the rank cannot start, for people."""
     id: int = 0
     cached_tokens: int | None = None
-    """The request has been taken; so many tokens of its prompt were in the prefix cache."""
+    """The request was accepted; this many tokens of its prompt were in the prefix cache."""
     read: tuple[int, int] | None = None
     """Tokens of the prompt that were read, and all of them."""
     token: int | None = None
@@ -111,7 +111,7 @@ class RankMessage(BaseModel):
     ended: bool = False
     """Nothing follows of this answer."""
     failure: str = ""
-    """What mlx-lm says, for the log alone."""
+    """The words of mlx-lm, only for the log."""
 
 
 def main() -> None:

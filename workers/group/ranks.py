@@ -25,7 +25,7 @@ from workers.settings import Split
 log = logging.getLogger(__name__)
 
 SILENCE_S = 5.0
-"""A rank beats every second; one that is silent for so long hangs, sleeps or is cut off."""
+"""A rank beats every second; after this silence it hangs, sleeps or is cut off."""
 START_SILENCE_S = 30.0
 """The same while it imports libraries and loads."""
 _CHECK_S = 0.25
@@ -126,7 +126,7 @@ class Ranks:
         self._write(self._ranks[0], request.model_dump_json(exclude_defaults=True))
 
     def cancel(self, number: int) -> None:
-        """Take a row out of the batch. A request that runs alone must be read to its end."""
+        """Take a row out of the batch. A request that runs by itself must be read to its end."""
         self._write(self._ranks[0], json.dumps({"cancel": number}))
 
     @property

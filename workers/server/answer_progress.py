@@ -1,4 +1,4 @@
-"""The lines in a stream that tell its tokens, by which another worker can go on if this one dies.
+"""The lines in a stream that list its tokens, so that another worker can continue if this one dies.
 
 A line has the index of a choice, and what the steps of the engine have added to it since the line
 before: `0 12+55/hh 8` is a step whose draft of 2 tokens of the head was accepted up to the first
@@ -31,10 +31,10 @@ class AnswerProgress:
     """The lines of one stream."""
 
     def __init__(self, created_s: int | None = None) -> None:
-        """Tell the time of the answer first, unless the stream goes on with that of another."""
+        """Write the answer's time first, unless the stream continues that of another worker."""
         self._begin = [] if created_s is None else [f"@{created_s}"]
         self._pending: dict[int, list[str]] = {}
-        """What the next line of each choice tells."""
+        """The content of the next line of each choice."""
 
     def add(self, index: int, steps: Sequence[TokenStep], *, ended: bool = False) -> None:
         """Add steps to the next line of a choice, and its end."""
@@ -46,7 +46,7 @@ class AnswerProgress:
     def mark(self, events: Sequence[bytes], index: int, *, whole: bool = True) -> list[bytes]:
         """Put lines before events that belong together; the last one has the line of the choice.
 
-        It tells nothing new unless the events are the `whole` text of all tokens so far.
+        It adds nothing new unless the events are the `whole` text of all tokens so far.
         """
         told = self._pending.pop(index, []) if whole else []
         begin, self._begin = self._begin, []
@@ -56,7 +56,7 @@ class AnswerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenStream:
-    """What the client has of a stream that another worker has begun."""
+    """The part that the client has of a stream that another worker has begun."""
 
     created_s: int
     answers: tuple[GivenAnswer, ...]

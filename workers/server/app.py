@@ -97,7 +97,7 @@ class TokenMiddleware:
 
 
 def _endpoint_of(request: Request) -> Endpoint:
-    """Return the endpoint of a route of the data plane, or of the one that checks its requests."""
+    """Return the endpoint of a route of the data plane, or of its route for checks."""
     return _ENDPOINTS[request.url.path.removeprefix(CHECKS).removeprefix("/v1")]
 
 
@@ -207,7 +207,7 @@ async def delete_prefixes(
     worker: ServedWorker,
     scope: Annotated[list[CachedScope], Query(max_length=MAX_DELETED_SCOPES)] = [],  # noqa: B006
 ) -> None:
-    """Delete what the prefix cache has of these isolation scopes; without any, all that it has."""
+    """Delete the nodes of these isolation scopes from the prefix cache; without any, all nodes."""
     scopes: list[str | None] = [*map(whole_scope, scope)] or [None]
     for one in scopes:
         await worker.engine.drop_prefixes(one)

@@ -15,4 +15,4 @@ else:
     ServingEngine = RunningEngine = Any
 
 Json = Any
-"""A JSON value; typed loosely at this boundary alone."""
+"""A JSON value; typed loosely only at this boundary."""

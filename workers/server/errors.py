@@ -113,7 +113,7 @@ class WorkerDraining(RequestError, status=503, code="worker_draining"):
 
 
 class PrefixRefused(RequestError, status=404, kind="invalid_request_error"):
-    """The worker has no nodes for another worker; `code` says why."""
+    """The worker offers no nodes to another worker; `code` has the reason."""
 
     message = "This worker has no nodes of its prefix cache for the question."
     _statuses: Mapping[str, int] = MappingProxyType({"other_model": 409, "busy": 503})

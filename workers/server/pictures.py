@@ -51,7 +51,7 @@ class PictureMemory:
             return await asyncio.to_thread(self._decode, sources)
 
     def _decode(self, sources: Sequence[tuple[str, str]]) -> tuple[Picture, ...]:
-        """Decode pictures after the headers of all: what is too large costs no decoding."""
+        """Decode pictures after the headers of all: a picture that is too large is not decoded."""
         images: deque[tuple[str, Image.Image]] = deque()
         pixels_left = PIXELS_LIMIT
         for param, url in sources:

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import re
 import secrets
+import ssl
 from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -27,6 +28,7 @@ from safetensors.numpy import load, save
 from starlette.requests import Request
 from starlette.types import Send
 
+from paceline.http import certificate_authorities
 from paceline.protocol import MAX_SOURCES, SOURCES_HEADER, Count, NodeSource, Record
 from workers.engine.prefix.files import FileName, HostPrefix, Prefetched
 from workers.engine.prefix.transfer import (
@@ -196,9 +198,10 @@ class NodesResponse(WorkResponse):
 class PrefixPeers:
     """The other workers of the fleet; open it as a context."""
 
-    def __init__(self, token: SecretStr, key: str = "") -> None:
+    def __init__(self, token: SecretStr, key: str = "", tls: ssl.SSLContext | None = None) -> None:
         self.key = NodeKey(token, key)
         self.client = httpx.AsyncClient(
+            verify=tls or certificate_authorities(),
             timeout=_TIMEOUT,
             limits=httpx.Limits(max_connections=2 * MAX_TRANSFERS, max_keepalive_connections=0),
             trust_env=False,  # a proxy to the internet cannot reach the local network
@@ -220,7 +223,8 @@ class PrefixPeers:
         except ValidationError as error:
             message = f"The header '{SOURCES_HEADER}' must list workers."
             raise BadRequest(message, param=SOURCES_HEADER) from error
-        return tuple(_Peer(one.url, one.tokens, self.key, self.client) for one in named)
+        with_all = self.key, self.client
+        return tuple(_Peer(one.url, one.tokens, one.server_name, *with_all) for one in named)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +233,7 @@ class _Peer:
 
     name: str
     tokens: int
+    server_name: str
     key: NodeKey
     client: httpx.AsyncClient
 
@@ -239,8 +244,9 @@ class _Peer:
         body, credentials = await asyncio.to_thread(self._question, nonce, query)
         headers = {"content-type": "application/json", "authorization": credentials}
         try:
+            named = {"sni_hostname": self.server_name}
             async with self.client.stream(
-                "POST", self.name + PATH, content=body, headers=headers
+                "POST", self.name + PATH, content=body, headers=headers, extensions=named
             ) as response:
                 if response.status_code != httpx.codes.OK:
                     reason = _STATUS_REASONS.get(response.status_code, "failed")
@@ -290,7 +296,7 @@ class _AnswerReader:
             yield FileName(head.begin, head.end, "", head.resumable), node
 
     async def part(self, kind: type[Head]) -> tuple[Head, bytes]:
-        """Read a part: what its line says, and its content; raise `TransferFailed`."""
+        """Read a part: its line and its content; raise `TransferFailed`."""
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > _MAX_LINE_BYTES or not await self._fill():
                 raise TransferFailed("failed", "the answer has no line")

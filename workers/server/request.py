@@ -96,7 +96,7 @@ class CompletionRequest:
     echoes: tuple[str, ...] = ()
     """The prompts, if the texts of their choices begin with them."""
     detailed_metrics: bool = False
-    """Whether the response lists the counts of every draft step, beside their sums."""
+    """Whether the response lists the counts of every draft step, besides their sums."""
     reports_progress: bool = False
     """Whether the events of the stream have lines that name their tokens."""
     given: bool = False
@@ -218,14 +218,14 @@ def _parse(content: bytearray) -> dict[str, Json]:
 
 
 class _Calls(NamedTuple):
-    """What a request says on calls of tools."""
+    """A request's rules for calls of tools."""
 
     tools: Sequence[Mapping[str, Json]] | None
     """Those of the prompt."""
     free: ToolFormat | None
     """Format of calls that the model may write; None if it must, or must not."""
     read_as: ToolFormat | None
-    """Format of the calls in the answer, also of those that it must not have; None: all is text."""
+    """Format of the calls in the answer, also of forbidden ones; None: all is text."""
     declared: Sequence[Mapping[str, Json]]
     constraint: Constraint | None
 
@@ -243,7 +243,7 @@ def _read_calls(body: Mapping[str, Json], profile: RequestProfile, engine: Servi
 
 
 def _shown_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return a tool without what is ignored, since templates write all of it into the prompt."""
+    """Return a tool without ignored fields, since templates write all fields into the prompt."""
     known = KEYS["CHAT tools.function"][0]
     kept = {name: value for name, value in tool["function"].items() if name in known}
     return {"type": "function", "function": kept}
@@ -305,7 +305,7 @@ def _choose_lane(
 
 
 def _shown_model(given: str | None) -> str:
-    """Return the name by which the client knows the model; empty if it has no other."""
+    """Return the client's name of the model; empty if it has no other."""
     name = "" if given is None else unquote(given)
     if given is not None and not re.fullmatch(MODEL_PATTERN, name):
         raise _wrong_header(MODEL_HEADER, "must be the name of a model")

@@ -40,7 +40,7 @@ _OBJECTS = {
     Endpoint.CHAT: "chat.completion chat.completion.chunk chatcmpl-".split(),
     Endpoint.COMPLETIONS: "text_completion text_completion cmpl-".split(),
 }
-"""Of each endpoint the `object` of an answer and of a chunk, and what their ids begin with."""
+"""The `object` of an answer and of a chunk of each endpoint, and the prefix of their ids."""
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -89,7 +89,7 @@ class WorkResponse(Response):
 class CompletionResponse(WorkResponse):
     """A response that generates while it is sent.
 
-    An error before the head is raised, and gets a status of its own; a later one ends the stream
+    An error before the head is raised, and gets its own status; a later one ends the stream
     with an error event and without `[DONE]`.
     """
 
@@ -295,7 +295,7 @@ class EventStream:
     """
 
     def __init__(self, send: Send, request_id: str, comment: Callable[[], bytes]) -> None:
-        """Create a stream; `comment` returns what to send in place of an event."""
+        """Create a stream; `comment` returns a text to send in place of an event."""
         self._send = send
         self._headers = {**_STREAM_HEADERS, "x-request-id": request_id}
         self._sending = asyncio.Lock()
@@ -304,7 +304,7 @@ class EventStream:
         self.comment = comment
 
     async def start(self) -> None:
-        """Send the head, unless it has been sent: what sends nothing puts off no comment."""
+        """Send the head, unless it has been sent: a call that sends nothing delays no comment."""
         if not self.started:
             await self.send(b"")
 

@@ -8,17 +8,22 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
+from starlette.types import ASGIApp
 
-from paceline.http import Server, raise_open_file_limit
+from paceline.http import BoundedProtocol, Server, raise_open_file_limit
 from paceline.lifecycle import Shutdown, first_of
 from paceline.settings import InvalidSettings
 from paceline.wakefulness import awake_while
 from workers.server.app import create_app
 from workers.server.prefix_nodes import PrefixPeers
 from workers.server.runtime import Worker
+
+if TYPE_CHECKING:
+    from workers.identity import WorkerIdentity
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +44,14 @@ async def serve(
     *,
     token: SecretStr | None,
     nodes_key: str = "",
+    identity: WorkerIdentity | None = None,
     shutdown: Shutdown,
     on_ready: Callable[[], None],
 ) -> bool:
     """Serve until a shutdown is requested or the engine dies; return whether the engine is alive.
 
-    `nodes_key` is that of a paired worker. Raises `InvalidSettings` if the listener cannot listen.
+    `nodes_key` and `identity` are those of a paired worker. Raises `InvalidSettings` if the
+    listener cannot listen.
     """
     raise_open_file_limit()
     try:
@@ -55,8 +62,15 @@ async def serve(
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
     async with contextlib.AsyncExitStack() as stack:
-        peers = await stack.enter_async_context(PrefixPeers(token, nodes_key)) if token else None
-        await stack.enter_async_context(Server(create_app(worker, token, peers)).on(listener))
+        tls = identity.client if identity else None
+        peers = None
+        if token:
+            peers = await stack.enter_async_context(PrefixPeers(token, nodes_key, tls))
+        server = _server(create_app(worker, token, peers), identity)
+        await stack.enter_async_context(server.on(listener))
+        if identity is not None and not identity.speaks_tls:
+            securing = asyncio.create_task(_secure(server, identity, worker.changed))
+            stack.callback(securing.cancel)
         await stack.enter_async_context(awake_while(lambda: worker.traffic.in_flight))
         worker.changed.set()
         on_ready()
@@ -75,6 +89,37 @@ async def serve(
         else:
             log.error("engine.died")
     return bool(worker.engine.alive)
+
+
+class _PairedProtocol(BoundedProtocol):
+    """A connection that ends at once if it comes from a worker whose pairing has ended."""
+
+    def __init__(self, identity: WorkerIdentity, **given: Any) -> None:
+        super().__init__(**given)
+        self._identity = identity
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Look at the certificate of the other side."""
+        super().connection_made(transport)
+        if self._identity.refuses(transport.get_extra_info("peercert")):
+            transport.abort()
+
+
+def _server(app: ASGIApp, identity: WorkerIdentity | None) -> Server:
+    """Return the server: of TLS, if the worker has a certificate."""
+    if identity is None:
+        return Server(app)
+    identity.speaks_tls = identity.certified.is_set()
+    tls = identity.server if identity.speaks_tls else None
+    return Server(app, connection=partial(_PairedProtocol, identity), tls=tls)
+
+
+async def _secure(server: Server, identity: WorkerIdentity, changed: asyncio.Event) -> None:
+    """Speak only TLS once the first certificate has come, and report that to the gateways."""
+    await identity.certified.wait()
+    await server.secure(identity.server)
+    identity.speaks_tls = True
+    changed.set()
 
 
 async def watch_leash(shutdown: Shutdown) -> None:

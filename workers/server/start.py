@@ -18,7 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -47,6 +47,9 @@ from workers.server.pictures import PictureMemory
 from workers.server.runtime import StartingWorker, Worker
 from workers.server.server import cannot_listen, serve, watch_leash
 from workers.settings import KvBits, WorkerSettings, prefix_cache_on_disk
+
+if TYPE_CHECKING:
+    from workers.identity import WorkerIdentity
 
 _START_INTERVAL_S = 0.2
 _print = functools.partial(print, flush=True)
@@ -93,7 +96,9 @@ def _run(settings: WorkerSettings) -> int:
         # Stable over restarts, and unique on its machine.
         host_name = name_of_host(socket.gethostname()) or "worker"
         worker_id = settings.id or f"{host_name}-{port}"
+        identity = _identity_of(settings)
         url = advertised_url(host, port, settings.join or None)
+        url = identity.url(url) if identity else url
         if settings.join:
             pause = _pause_of(settings)
             wait_for_gateway(settings.join, settings.token, worker_id, url, pause)
@@ -116,7 +121,25 @@ def _run(settings: WorkerSettings) -> int:
             else:
                 cache = prefix_cache_on_disk(settings)
                 load = functools.partial(load_engine, settings, source, adapter, cache)
-            return runner.run(_start_and_serve(settings, source, starting, load, listener))
+            place = listener, identity
+            return runner.run(_start_and_serve(settings, source, starting, load, place))
+
+
+def _identity_of(settings: WorkerSettings) -> WorkerIdentity | None:
+    """Return the identity of a paired worker; raise `InvalidSettings` if it cannot be used."""
+    if not settings.nodes_key:
+        return None
+    from paceline.certificates import identity_file  # noqa: PLC0415  # slow, and not for others
+    from workers.identity import WorkerIdentity  # noqa: PLC0415
+
+    file = identity_file(settings.state_dir, settings.join, settings.id)
+    try:
+        return WorkerIdentity(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is damaged"
+        raise InvalidSettings(
+            f"{file} cannot be used: {reason}. Pair again: paceline join {settings.join}"
+        ) from None
 
 
 def _pause_of(settings: WorkerSettings) -> Callable[[float], object]:
@@ -229,9 +252,10 @@ async def _start_and_serve(
     source: ModelSource,
     starting: StartingWorker,
     load: Callable[[ProgressSink], RunningEngine],
-    listener: socket.socket,
+    place: tuple[socket.socket, WorkerIdentity | None],
 ) -> ExitCode:
     """Load the engine and serve until the end, and send heartbeats all the while."""
+    listener, identity = place
     shutdown, changed = Shutdown(), asyncio.Event()
     worker: StartingWorker | Worker[RunningEngine] = starting
     membership = Membership(
@@ -241,6 +265,7 @@ async def _start_and_serve(
         report=lambda: worker.report(),  # noqa: PLW0108 - of what the worker is by then
         changed=changed,
         port=listener.getsockname()[1] if settings.follows_route else None,
+        identity=identity,
     )
     with shutdown.on_signals(), contextlib.ExitStack() as ends:
         if settings.leash:
@@ -269,6 +294,7 @@ async def _start_and_serve(
                 listener,
                 token=settings.token,
                 nodes_key=settings.nodes_key,
+                identity=identity,
                 shutdown=shutdown,
                 on_ready=on_ready,
             )
@@ -333,7 +359,7 @@ async def _shown(
 def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None:
     """Print the start lines for people, then to a pipe or a log the ready line for programs.
 
-    The last line for people has the model, lanes, memory, and what the model does.
+    The last line for people has the model, lanes, memory, and the model's features.
     """
     card = worker.engine.card
     if source.toy:
@@ -365,7 +391,7 @@ def announce(worker: Worker[Any], source: ModelSource, gateway_url: str) -> None
 
 
 def _abilities(card: Card) -> str:
-    """Return whether the model drafts, or what an embedder or reranker returns."""
+    """Return whether the model drafts, or the kind of result of an embedder or reranker."""
     match card:
         case ModelCard():
             sparse = card.spec_prefill or ""

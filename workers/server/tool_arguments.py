@@ -1,6 +1,6 @@
 """The arguments of tool calls, rewritten as JSON while a model writes them.
 
-What the model writes is JSON in most families and passes as it is; Python's and Gemma's literals,
+Most models write JSON, which passes unchanged; Python's and Gemma's literals,
 and texts between tags, become JSON on the way. So a marker within a string ends nothing, one
 outside of strings ends the arguments, and arguments that a limit cuts are valid up to there.
 Between tags, what is no value of its type is a text.
@@ -71,15 +71,15 @@ class LiteralReader:
         self._stop = stop
         """Markup that no literal contains outside of its strings: it ends an open one."""
         self._missing = ""
-        """What completes the last key of an object."""
+        """Text that completes the last key of an object."""
         self._buffer = ""
         self._at = 0
         """Place in the buffer."""
         self._begun = self._ended = False
         self._open: list[str] = []
-        """What closes the open brackets in JSON."""
+        """Text that closes the open brackets in JSON."""
         self._string = ""
-        """What closes the open string; empty outside of strings."""
+        """Text that closes the open string; empty outside of strings."""
         self._key = False
         """Whether a key comes next."""
         self._held = ""
@@ -88,7 +88,7 @@ class LiteralReader:
         """Parts of a string that holds the arguments, as some models write them."""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return its JSON, and what follows the literal once it is complete."""
+        """Add text; return its JSON, and the text after the literal once it is complete."""
         self._buffer += text
         out: list[str] = []
         rest = None
@@ -110,7 +110,7 @@ class LiteralReader:
         return literal, rest
 
     def close(self) -> str:
-        """Return nothing: what the model left open stays open."""
+        """Return nothing: anything that the model left open stays open."""
         return "" if self._begun else "{}"
 
     def _take(self, length: int) -> str:
@@ -143,7 +143,7 @@ class LiteralReader:
         return self._separator(letter) if letter in ",:=" else self._bracket(letter)
 
     def _end(self) -> str:
-        """Close what is open, because markup follows; what has not begun is empty."""
+        """Close open parts, because markup follows; a part that has not begun is empty."""
         closers = "".join(reversed(self._open))
         literal = self._missing + closers if self._begun else "{}"
         self._open.clear()
@@ -264,7 +264,7 @@ class TagReader:
         self._done = False
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Add text; return its JSON, and what follows the arguments once they are complete."""
+        """Add text; return its JSON, and the text after the arguments once they are complete."""
         self._buffer += text
         out: list[str] = []
         while not self._done:
@@ -276,7 +276,7 @@ class TagReader:
         return "".join(out), rest
 
     def close(self) -> str:
-        """Return what is left of the JSON of arguments that the model did not end."""
+        """Return the rest of the JSON of arguments that the model did not end."""
         ended = ""
         if self._step == self._text_value:
             ended = '"'
@@ -377,7 +377,7 @@ def _value_of(text: str, types: frozenset[str]) -> str:
 
 
 def _python_as_json(text: str) -> str:
-    """Return the JSON of a literal of Python; empty if the text is none."""
+    """Return the JSON of a literal of Python; empty for any other text."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
             return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)

@@ -50,7 +50,7 @@ _PARSE_ERRORS: Final = (
 """Errors of mlx-vlm's parsers for text that only looks like a tool call."""
 _FENCE: Final = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})")
 _LINE_CHARS: Final = 256
-"""Characters of a line of content that tell whether it is a fence."""
+"""Characters of a line of content that decide whether it is a fence."""
 
 
 class ArgumentsText(str):
@@ -69,7 +69,7 @@ class _Lines:
 
     @property
     def may_call(self) -> bool:
-        """Whether what comes next begins a line outside of code fences."""
+        """Whether the next text begins a line outside of code fences."""
         return not self._fence and not self._line.strip()
 
     def add(self, text: str) -> None:
@@ -110,7 +110,7 @@ class ToolCallSplitter:
         self._marked = False
         """Whether the marker of calls precedes; without one, only known functions are called."""
         self._opening = ""
-        """White space and the marker that precede what may be a call."""
+        """White space and the marker that precede a possible call."""
         self._calls = self._left_out = 0
         """All calls, and those of them that are left out."""
         self._admitted = True
@@ -130,7 +130,7 @@ class ToolCallSplitter:
         return out
 
     def close(self, *, cut: bool = False) -> list[str | ToolCall]:
-        """End the text; return what was held back.
+        """End the text; return the text that was held back.
 
         If a limit has `cut` off a call, its arguments end where they are, and a call without a name
         is left out: half of it is no text.
@@ -299,7 +299,7 @@ class ToolCallSplitter:
         return True
 
     def _next(self, out: list[str | ToolCall]) -> bool:  # noqa: ARG002
-        """Skip what stands between two calls; find the next one, or the end of all."""
+        """Skip the text between two calls; find the next one, or the end of all."""
         self._buffer = self._buffer.lstrip()
         for text in filter(None, (self._format.end, *self._format.skip)):
             if self._buffer.startswith(text):

@@ -68,7 +68,8 @@ function update(shown, fresh) {
 function card(worker) {
   const { worker_id: id, state, lanes, labels = [], kind } = worker;
   const beat = worker.heartbeat_age_s;
-  const details = [worker.model, kind !== "paceline" && kind, ...labels, beat !== undefined && `last heartbeat ${beat < 1 ? "now" : `${Math.round(beat)} s ago`}`];
+  const connection = { true: "TLS", false: "plain HTTP" }[worker.tls];
+  const details = [worker.model, kind !== "paceline" && kind, ...labels, connection, beat !== undefined && `last heartbeat ${beat < 1 ? "now" : `${Math.round(beat)} s ago`}`];
   return make(
     "article",
     { class: "card worker", "aria-label": id },

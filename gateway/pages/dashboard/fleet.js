@@ -28,7 +28,7 @@ function card(name, worker) {
     worker.ejection.reason && ejection(worker.ejection),
     worker.start.description && make("p", { class: "said warn" }, `Starting: ${worker.start.description}, ${Math.round(worker.start.elapsed_s)} s.`),
     !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
-    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && (worker.mtp.attempted ? [accepted(of), sources(of, worker.mtp)] : entry("Accepted", "no drafts yet")), !worker.mtp.enabled && unreported.drafts > 0 && unknown("Accepted"), unreported.cached_tokens > 0 && !worker.prefix.cached_tokens ? unknown("Cached") : saved(of)),
+    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && (worker.mtp.attempted ? [accepted(of), sources(of, worker.mtp)] : entry("Accepted", "no drafts yet")), !worker.mtp.enabled && unreported.drafts > 0 && unknown("Accepted"), unreported.cached_tokens > 0 && !worker.savings.prompt_tokens ? unknown("Cached") : saved(of)),
   );
 }
 

@@ -81,7 +81,8 @@ function show(models, status) {
   const chats = [...served, ...models.filter(({ id, root }) => id !== root)].filter(({ endpoints }) => endpoints.includes("chat"));
   contexts = new Map(models.map(({ id, max_model_len }) => [id, max_model_len]));
   showChoice(chats.length ? chats.map(({ id }) => id) : [ANY_MODEL]);
-  replace("model-list", modelCards(models, status));
+  const none = make("p", { class: "card empty" }, "None yet.");
+  replace("model-list", served.length ? modelCards(models, status) : [none]);
   replace("mac-list", status ? macCards(status) : []);
   byId("macs").hidden = !workers.length;
   const why = sentences(status?.workers ?? {});

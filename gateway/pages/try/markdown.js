@@ -9,12 +9,12 @@ import { make } from "../shared/elements.js";
 // the time grows with the length of a text and not with its square.
 const INLINE_LIMIT = 20_000;
 const DEPTH_LIMIT = 6;
-const FENCE = /^ {0,3}(`{3,}|~{3,})(?!.*`)[ \t]*([\w+#.-]*)/;
+const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))(?!.*`)[ \t]*([\w+#.-]*)/;
 const HEADING = /^ {0,3}(#{1,6})[ \t]+/;
 const ITEM = /^([ \t]*)([-*+]|\d{1,9}[.)])[ \t]+/;
 const QUOTE = /^ {0,3}> ?/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
-const TABLE_RULE = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
+const TABLE_RULE = /^\|?(?: *:?-+:? *\|)+(?: *:?-+:?)?$/;
 const INLINE =
   /(?<!`)`(?!`)([^`]+)`(?!`)|(?<!`)``(?!`)((?:[^`]|`(?!`))+)``(?!`)|\*\*(?=\S)((?:[^\n*]|\*(?!\*))+)(?<=\S)\*\*|\*(?=[^\s*])([^\n*]*[^\s*])\*|(?<!\w)_(?=[^\s_])([^\n_]*[^\s_])_(?!\w)|\[([^[\]\n]+)\]\((https?:\/\/[^\s()]+)\)|https?:\/\/[^\s<>()"'`]*[^\s<>()"'`.,;:!?*_]|\\([\\`*_{}[\]()#+\-.!>|])/dg;
 
@@ -81,7 +81,7 @@ function blockAt(text, line) {
   }
   if (ITEM.test(line.text)) return list(text, line);
   if (QUOTE.test(line.text)) return quote(text, line);
-  if (line.text.includes("|") && TABLE_RULE.test(lineAt(text, line.next).text)) return table(text, line);
+  if (line.text.includes("|") && TABLE_RULE.test(lineAt(text, line.next).text.trim())) return table(text, line);
   const lines = linesWhile(text, line, (next) => next.text.trim() && !startsBlock(next));
   const last = lines.at(-1);
   return { start: line.start, end: last.next, render: (whole, put) => make("p", {}, inline(whole, line.start, last.end, put)) };
@@ -164,7 +164,7 @@ function cells({ start, text }) {
   const found = [];
   let from = text.search(/[^\s|]|\|/);
   if (text[from] === "|") from += 1;
-  for (const bar of [...text.matchAll(/(?<!\\)\|/g).map(({ index }) => index), text.length]) {
+  for (const bar of [...[...text.matchAll(/(?<!\\)\|/g)].map(({ index }) => index), text.length]) {
     if (bar < from) continue;
     const part = text.slice(from, bar);
     if (bar < text.length || part.trim()) found.push([start + from + (part.length - part.trimStart().length), start + from + part.trimEnd().length]);

@@ -292,6 +292,9 @@ class _History(Replacements):
         if (pdf := pdf_of(block)) is not None:
             return self.document(pdf, block.get("title"), kind, at, f"{at}.source", new=new)
         part = _part_of(block, at, self.inside)
+        if new and part is None and isinstance(block.get("source"), Mapping):
+            why = "It must be base64 or text; the gateway does not follow links or ids."
+            raise _wrong(f"{at}.source.type", why)
         if new and part is None:
             raise _wrong(f"{at}.type", f"This gateway does not support '{kind[:100]}'.")
         return [self.part(part, kind, at, new=new)]
@@ -364,7 +367,8 @@ def _tools_of(
     left_out = []
     # Tools that were found follow the others, whose part of the prompt stays the same.
     order = {name: number for number, name in enumerate(history.available)}
-    placed = [*_named(tools), *history.defined.values()]
+    placed = [one for one in _named(tools) if one[1]["name"] not in history.defined]
+    placed += history.defined.values()
     for at, tool in sorted(placed, key=lambda one: order.get(one[1]["name"], -1)):
         if tool.get("type") not in (None, "custom"):
             left_out.append(named(at, str(tool["type"])))

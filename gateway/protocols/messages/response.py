@@ -18,7 +18,12 @@ from gateway.protocols.messages.request import MessagesChat
 from gateway.types import UNUSED, Json
 
 _OF_PROMPT = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
 
 
 def message_of(answer: Mapping[str, Any], content: Sequence[Json], breakpoint_in: str) -> Json:
@@ -48,8 +53,7 @@ def content_of(choice: Mapping[str, Any], sign: Callable[[str], str] | None) -> 
     for call in objects_in(message, "tool_calls"):
         function = object_in(call, "function")
         arguments = text_in(function, "arguments")
-        given = arguments_in(arguments if cut else arguments or "{}")
-        if given is None and cut:
+        if (given := arguments_in(arguments)) is None and cut:
             continue
         if given is None:
             given = {"arguments": arguments}  # the client tells the model what is wrong

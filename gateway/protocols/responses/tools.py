@@ -89,8 +89,11 @@ def read_tools(
             continue
         declared.append(tool)
         for name, one in _tools_in(tool, at, inside):
-            if by_name.setdefault(name, one) is not one:
-                raise FieldError(f"{one.place}.name", f"Two tools are called '{name[:100]}'.")
+            if by_name.setdefault(name, one)._replace(place=one.place) != one:
+                problem = f"Two different tools are called '{name}'."
+                raise FieldError(f"{one.place}.name", problem)
+            if len(by_name) > TOOLS_LIMIT:  # before each gets a place in the chat
+                raise must("tools", f"be a list of at most {TOOLS_LIMIT}")
     for at, item in items if any(map(_is_clients, declared)) else ():
         for name, one in _found_tools(item, at):
             if len(by_name) < TOOLS_LIMIT:

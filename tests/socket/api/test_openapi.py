@@ -40,7 +40,7 @@ CHECKS = [
     *(response_schema_conformance, allow_header_conformance),
 ]
 INVALIDATABLE = {"parameters", "requestBody", "security"}
-ROUTES_WITHOUT_BODY = ("/cordon", "/drain", "/cancel", "/compact", "/rotate", "/code", "/{proof}")
+ROUTES_WITHOUT_BODY = ("/cordon", "/drain", "/cancel", "/compact", "/rotate", "/code")
 KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": JOIN_TOKEN}
 
 

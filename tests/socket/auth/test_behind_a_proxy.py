@@ -26,12 +26,12 @@ from tests.support.scripted_worker import DONE
 
 PATH = "/v1/chat/completions"
 PLAIN = "location / { proxy_pass http://127.0.0.1:8000; }"
-OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+SECURITY = Path(__file__).parents[3] / "docs" / "security.md"
 
 
 def documented_location() -> str:
     """Return the location that the page for operators recommends."""
-    (location,) = re.findall(r"```nginx\n(.*?)```", OPERATIONS.read_text(), re.DOTALL)
+    (location,) = re.findall(r"```nginx\n(.*?)```", SECURITY.read_text(), re.DOTALL)
     return str(location)
 
 
@@ -85,7 +85,7 @@ def test_c3_caddy_passes_the_name_on_which_the_gateway_must_know(worker, tmp_pat
     """The documented block of a real Caddy, without its TLS, since no authority knows the name."""
     if not shutil.which("caddy"):
         pytest.skip("caddy is not installed")
-    block = re.findall(r"```\n(llm.example.com \{.*?)```", OPERATIONS.read_text(), re.DOTALL)[0]
+    block = re.findall(r"```\n(llm.example.com \{.*?)```", SECURITY.read_text(), re.DOTALL)[0]
     port = free_port()
     settings = make_settings(tmp_path, allowed_hosts=("llm.example.com",))
     with RunningGateway(settings) as gateway:

@@ -99,7 +99,7 @@ def test_a_file_without_a_version_is_applied_to_the_active_policy(
     newest = admin.get("/history").json()["versions"][0]
     assert "@" in newest["author"], "the user and host of the terminal"
     with pytest.raises(SystemExit, match="An edit requires a note"):
-        run_policy_command("apply", str(file), "--note", "")
+        run_policy_command("apply", str(file), "--note", " ")
 
 
 def test_an_unwritable_file_is_reported_and_its_policy_is_applied(

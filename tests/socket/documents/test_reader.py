@@ -154,9 +154,10 @@ async def test_f65_a_process_that_a_document_has_taken_sends_no_links_and_breaks
 async def test_a_document_that_a_busy_machine_has_no_time_for_is_read_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert pdf_process.WALL_S >= 20 * pdf_process._CPU_S, "so that only CPU ends a good document"
     reader, content = DocumentReader(MemoryBudget()), pdf("Hello")
     with monkeypatch.context() as busy:
-        busy.setattr(reading, "_DOCUMENT_S", 0)
+        busy.setattr(pdf_process, "WALL_S", 0)
         (one,) = await read(reader, content)
     assert one.problem == "it takes too long to read"
     assert await read(reader, content) == [Document("[Page 1]\nHello", 1)]

@@ -84,6 +84,22 @@ def test_an_engine_of_each_kind_is_found_out_and_serves(served: Served) -> None:
     assert untold in metrics
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_cached_tokens_of_each_kind_reach_clients_of_the_other_wires(served, *, streamed) -> None:
+    options = {"stream_options": {"include_usage": True}} if streamed else {}
+    chat = served.chat(WORD, stream=streamed, **options).text
+    texts = [line.removeprefix("data: ") for line in chat.splitlines() if '"usage"' in line]
+    usage = json.loads(texts[-1])["usage"]
+    cached = usage.get("prompt_tokens_details", usage).get("cached_tokens", 0)
+    asked = {"model": served.model, "stream": streamed}
+    post = served.gateway.client.post
+    response = post("/v1/responses", json={**asked, "input": WORD}).text
+    assert f'"cached_tokens":{cached},' in response
+    message = post("/v1/messages", json={**asked, **said(WORD), "max_tokens": 50}).text
+    assert f'"cache_read_input_tokens":{cached},' in message
+    assert f'"input_tokens":{usage["prompt_tokens"] - cached},' in message
+
+
 def test_a_model_of_an_engine_that_fails_to_list_any_is_the_one_that_an_admin_names(
     make_gateway: MakeGateway,
 ) -> None:

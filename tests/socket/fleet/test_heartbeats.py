@@ -22,6 +22,7 @@ from gateway.fleet import worker as fleet_worker
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.state.counters import MemoryCounters
+from paceline.http import paired_tls
 from paceline.protocol import PROTOCOL, WorkerReport
 from tests.support.fault_proxy import Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import QUICK, SILENCE_S
@@ -325,7 +326,7 @@ async def test_c5_a_restart_sends_the_join_token_only_where_a_worker_was_heard_l
     """Later another machine may have the address."""
     backend = PacelineWorker(JOIN_TOKEN)
     fleet = WorkerRegistry(time.monotonic, lambda: 0.0, backend=backend)
-    control = ReportClient(backend, fleet, MemoryCounters())
+    control = ReportClient(backend, fleet, MemoryCounters(), paired_tls())
     async with control.client:
         await control.recall([(worker.report(), 601.0)])
         assert (worker.authorizations, fleet.workers()) == ([], ())
@@ -348,7 +349,7 @@ async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: Script
         writer.close()
 
     fleet = WorkerRegistry(time.monotonic, lambda: 0.0)
-    client = ReportClient(PacelineWorker(JOIN_TOKEN), fleet, MemoryCounters())
+    client = ReportClient(PacelineWorker(JOIN_TOKEN), fleet, MemoryCounters(), paired_tls())
     async with serve_streams(send_without_end) as port, client.client:
         assert await client.call_back(worker.report(url=f"http://127.0.0.1:{port}"))
     assert sent < 20_000_000, "a report has 256 KB; the system buffers the rest"
@@ -387,7 +388,7 @@ async def test_c5_call_backs_are_bounded_in_time_and_number(worker, monkeypatch)
     assert health.CALL_BACK_TIMEOUT_S == 3
     monkeypatch.setattr(health, "CALL_BACK_TIMEOUT_S", 0.5)
     fleet = WorkerRegistry(time.monotonic, lambda: 0.0)
-    client = ReportClient(PacelineWorker(JOIN_TOKEN), fleet, MemoryCounters())
+    client = ReportClient(PacelineWorker(JOIN_TOKEN), fleet, MemoryCounters(), paired_tls())
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         async with client.client, asyncio.TaskGroup() as group:

@@ -18,7 +18,7 @@ from gateway.pairing.announcement import (
     register,
 )
 from gateway.state.records import FileRecords
-from paceline.pairing import CODE_VALID_S, PAIRING_PATH, PairingSide, PairingWrong, unseal
+from paceline.pairing import CODE_VALID_S, PAIRING_PATH, Pairing, PairingSide, PairingWrong, unseal
 from tests.support.pairing import EXCHANGE, begin, begun, finish, pair, show_code, wrong
 from tests.support.redis_server import free_port
 from tests.support.running_gateway import RunningGateway, status_and_code, wait_until
@@ -104,7 +104,7 @@ def test_l18_a_replay_and_a_listener_who_learns_the_code_later_gain_nothing(gate
     exchange = begun(gateway, code)
     proof = exchange.keys.worker_proof
     sealed = finish(gateway, proof).json()["sealed"]
-    token = unseal(sealed, exchange.keys.sealing).token
+    token = Pairing.model_validate_json(unseal(sealed, exchange.keys.sealing)).token
     assert finish(gateway, proof).status_code == 403
     show_code(gateway)
     again = begin(gateway, exchange.side.message)
@@ -194,13 +194,13 @@ def test_a_gateway_announces_its_address_version_and_fleet_and_no_secret(
     gateway = make_gateway()
     make_gateway(announce=False)
     wait_until(lambda: bool(made))
-    ((host, port, fleet),) = made
+    ((host, port, fingerprint),) = made
     assert (host, f":{port}" in gateway.url) == ("127.0.0.1", True)
-    info = announcement(host, port, fleet)
+    info = announcement(host, port, fingerprint)
     found = read_announcement(info)
     assert found is not None
-    assert (found.url, found.fleet) == (gateway.url, fleet)
-    assert len(fleet) == 16
+    assert (found.url, found.fleet) == (gateway.url, fingerprint[:16])
+    assert len(fingerprint) == 64
     assert set(info.properties) == {b"version", b"fleet", b"fingerprint"}
     secrets = gateway.admin_key, JOIN_TOKEN
     assert not any(secret.encode() in info.text for secret in secrets)

@@ -55,7 +55,6 @@ def test_f85_state_that_cannot_be_written_is_told_everywhere_and_a_revocation_ho
 ) -> None:
     timing = replace(QUICK, usage_flush_s=0.05)
     with RunningGateway(make_settings(tmp_path), timing) as gateway:
-        gateway.join(worker)
         gateway.use_key(gateway.create_key()["secret"])
         key = gateway.create_key()
         lock, kept = tmp_path / ".state.json.lock", tmp_path / "kept.lock"
@@ -66,6 +65,8 @@ def test_f85_state_that_cannot_be_written_is_told_everywhere_and_a_revocation_ho
         assert refused.status_code == 503
         assert refused.json()["error"]["message"].endswith(problem)
         assert gateway.status()["store"]["state"] == "degraded"
+        assert gateway.client.get("/readyz").text == f"no worker, degraded: {problem}\n"
+        gateway.join(worker)
         assert gateway.client.get("/readyz").text == f"ready, degraded: {problem}\n"
         assert gateway.metric("state_unwritable") == 1
         assert gateway.metric("store_degraded") == 0, "it is no trouble with Redis"

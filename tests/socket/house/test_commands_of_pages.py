@@ -30,6 +30,7 @@ INSTALLS = "it installs from an index; test_install_script.py and test_wheel.py 
 NOT_RUN = {
     "paceline up": "it serves until its end; test_up.py runs it",
     "paceline worker": "it serves until its end; test_worker_start.py runs it",
+    "paceline join": "it becomes a worker; test_join.py and test_shelf_of_macs.py run it",
     "paceline join-engine": "it needs another machine; test_engines.py joins engines",
     "paceline prefix-cache clear": "it needs a real cache; test_prefix_deletion.py empties one",
     "paceline bench": "it measures for minutes; test_bench.py runs it",

@@ -119,6 +119,8 @@ def test_a_reference_stands_for_the_item_that_is_kept(shared: Served) -> None:
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
     assert post(shared.gateway, input=[*said("Hi")["messages"], reference]).status_code == 200
     assert texts_of(shared.worker) == ["Hi", "one two three"]
+    twice = post(shared.gateway, input=[reference, reference])
+    assert status_and_param(twice) == (400, "input[1].id"), "few bytes would stand for many"
     unknown = post(shared.gateway, input=[{**reference, "id": "msg_1"}])
     assert status_and_param(unknown) == (400, "input[0].id")
 
@@ -164,7 +166,7 @@ def test_a_response_that_is_not_to_be_stored_is_not_kept(shared_gateway: Running
 def test_a_conversation_keeps_its_items_in_their_order(shared: Served) -> None:
     client, path = shared.gateway.client, "/v1/conversations"
     first = said("My name is Ann.")["messages"]
-    made = client.post(path, json={"items": first, "metadata": {"a": "b"}}).json()
+    made = client.post(path, json={"items": first, "metadata": {"a": "b"}, "odd": None}).json()
     assert read_strictly(Conversation, made).metadata == {"a": "b"}
     name = made["id"]
     answer = post(shared.gateway, conversation=name).json()

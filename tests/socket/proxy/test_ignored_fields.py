@@ -245,6 +245,29 @@ def test_an_error_names_a_field_as_the_client_spells_it(shared, path, fields, pa
 
 
 @pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("/v1/chat/completions", "tools[1].function.name"),
+        ("/v1/messages", "tools.1.name"),
+        ("/v1/responses", "tools[1].name"),
+    ],
+)
+def test_a_name_stands_for_one_tool_which_may_come_twice(shared: Served, path, place) -> None:
+    def ask(*descriptions: str) -> Any:
+        tools: list[Any] = [{"name": "f", "description": one} for one in descriptions]
+        if path != "/v1/messages":
+            flat = path == "/v1/responses"
+            tools = [{"type": "function", **(one if flat else {"function": one})} for one in tools]
+        body = {**OTHER_WIRES.get(path, chat_body()), "tools": tools}
+        return shared.gateway.client.post(path, json=body)
+
+    assert ask("a", "a").status_code == 200
+    error = ask("a", "b").json()["error"]
+    assert "Two different tools are called 'f'." in error["message"]
+    assert place in error.get("param", error["message"])
+
+
+@pytest.mark.parametrize(
     ("path", "fields"),
     [
         ("/v1/chat/completions", {"response_format": "FORM"}),

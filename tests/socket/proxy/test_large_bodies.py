@@ -11,6 +11,9 @@ import httpx
 import pytest
 
 from gateway import inspection_thread, strict_json
+from gateway.api import responses
+from gateway.protocols.responses import ResponsesFormat
+from gateway.protocols.responses.request import check_items
 from gateway.proxy import handler
 from gateway.strict_json import _BOUNDS as BOUNDS
 from gateway.strict_json import parse
@@ -92,6 +95,47 @@ def test_c16_a_large_body_is_counted_beside_the_event_loop(
     monkeypatch.setattr(inspection_thread, "footprint_bytes", counted)
     body = chat_body(messages=[{"role": "user", "content": "word " * 200_000}])
     assert gateway_with_worker.chat(**body).status_code == 200
+    assert threads == {"inspection_0"}
+
+
+def test_c16_a_small_body_that_stands_for_much_is_inspected_beside_the_event_loop(
+    gateway_with_worker, monkeypatch
+) -> None:
+    client, threads = gateway_with_worker.client, set()
+
+    def seen(wire_format: ResponsesFormat, *given: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return inspect(wire_format, *given)
+
+    item = {"role": "user", "content": "word " * 200_000}
+    made = client.post("/v1/conversations", json={"items": [item]}).json()
+    listed = client.get(f"/v1/conversations/{made['id']}/items").json()
+    inspect = ResponsesFormat._inspect
+    monkeypatch.setattr(ResponsesFormat, "_inspect", seen)
+    body = {"model": "demo", "input": [{"id": listed["first_id"]}], "store": False}
+    assert client.post("/v1/responses", json=body).status_code == 200
+    assert threads == {"inspection_0"}
+
+
+@pytest.mark.parametrize("path", ["/v1/conversations", "/v1/completions"])
+def test_c16_many_values_are_read_beside_the_event_loop(
+    gateway_with_worker, monkeypatch, path
+) -> None:
+    """The items of a conversation held it up by 225 ms, and the tokens of a prompt by 80 ms."""
+    threads: set[str] = set()
+
+    def recorded(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            threads.add(threading.current_thread().name)
+            return work(*given)
+
+        return run
+
+    monkeypatch.setattr(responses, "check_items", recorded(check_items))
+    monkeypatch.setattr(handler, "parse", recorded(parse))
+    item = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}] * 2_000}
+    body = {"items": [item]} if "conv" in path else {"model": "demo", "prompt": [1] * 20_000}
+    assert gateway_with_worker.client.post(path, json=body).status_code == 200
     assert threads == {"inspection_0"}
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from gateway.errors import RecordsUnwritable, StartupError
 from gateway.state import disk_thread
-from gateway.state.records import FileRecords, Records, RedisRecords, replace_file
+from gateway.state.records import FileRecords, Records, RedisRecords
 from gateway.state.redis import RedisClient
+from paceline.private_files import replace_file
 from tests.support.memory_records import MemoryRecords
 from tests.support.redis_server import TEST_DEADLINE_S
 

@@ -48,9 +48,8 @@ def test_prefix_counts_are_summed_over_lanes_and_boots(gateway, worker) -> None:
     status = gateway.status()
     entry = status["workers"]["fake-a"]
     assert entry["prefix_cache_bytes"] == 4096
-    moves = {"moved": 2, "slower": 4}
-    expected = {"hits": 6, "misses": 2, "cached_tokens": 1200, "moves": moves}
-    assert entry["prefix"] == expected
+    assert entry["prefix_moves"] == {"moved": 2, "slower": 4}
+    assert entry["savings"]["prompt_tokens"] == 1200
     assert status["prefix"]["tokens_by_kind"] == {"system": 400, "disk": 800}
     assert status["prefix"]["not_reused"] == {"too large": 2}
 
@@ -148,8 +147,6 @@ def test_every_snapshot_is_consistent_while_workers_count(gateway: RunningGatewa
         workers = status["workers"].values()
         for count in ("decode_steps", "prompt_tokens"):
             assert sum(one["savings"][count] for one in workers) == status["savings"][count]
-        cached_tokens = sum(one["prefix"]["cached_tokens"] for one in workers)
-        assert cached_tokens == status["savings"]["prompt_tokens"]
     assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
 
 

@@ -199,3 +199,9 @@ def test_the_page_on_reliability_has_a_row_for_each_numbered_test_and_no_other()
         for number in re.findall(r"[fcln]\d+", name)
     }
     assert rows == tests
+
+
+def test_each_example_of_the_page_on_the_policy_is_part_of_a_whole_document() -> None:
+    page = (ROOT / "docs/policy.md").read_text().partition("## Examples")[2].partition("\n## ")[0]
+    for name, block in re.findall(r"examples/(\w+\.yaml)\).*?```yaml\n(.*?)```", page, re.DOTALL):
+        assert block in (ROOT / "policies/examples" / name).read_text(), name

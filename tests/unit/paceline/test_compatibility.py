@@ -198,9 +198,10 @@ def test_a_schema_beside_json_object_is_held() -> None:
             read_constraint({"response_format": odd})
 
 
-def test_a_custom_tool_is_refused_with_the_endpoint_that_has_it() -> None:
-    with pytest.raises(FieldError, match="/v1/responses") as refused:
-        read_chat(tools=[{"type": "custom", "custom": {"name": "patch"}}])
+@pytest.mark.parametrize(("kind", "words"), [("custom", "/v1/responses"), ("acme:x", "'acme:x'")])
+def test_a_tool_of_another_type_is_refused_by_its_type(kind: str, words: str) -> None:
+    with pytest.raises(FieldError, match=words) as refused:
+        read_chat(tools=[{"type": kind, kind: {"name": "patch"}, "function": {"name": "patch"}}])
     assert refused.value.param == "tools[0].type"
 
 

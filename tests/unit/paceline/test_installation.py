@@ -3,8 +3,9 @@
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import packages_distributions
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,6 @@ from workers.server.main import main as worker
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = installation._MODULES
-WHEEL = f"paceline-{version('paceline')}-py3-none-any.whl"
 
 
 @pytest.mark.parametrize("module", MODULES["worker"])
@@ -40,11 +40,15 @@ def test_outside_of_a_clone_the_command_installs_the_wheel_with_the_extras_that_
     monkeypatch, tmp_path
 ) -> None:
     monkeypatch.setattr(installation, "_ROOT", tmp_path)
-    assert installation.install_command("otel") == f"uv tool install '{WHEEL}[otel,worker]'"
+    source = f"file://{ROOT}"
+    command = "uv tool install 'paceline[{}] @ {}'"
+    assert installation.install_command("otel") == command.format("otel,worker", source)
     for module in ("mlx", "opentelemetry"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert installation.install_command("worker") == f"uv tool install '{WHEEL}[worker]'"
-    assert installation.install_command("otel") == f"uv tool install '{WHEEL}[otel]'"
+    assert installation.install_command("worker") == command.format("worker", source)
+    published = SimpleNamespace(read_text=lambda name: None, version="0.1.0")
+    monkeypatch.setattr(installation, "distribution", lambda name: published)
+    assert installation.install_command("otel") == "uv tool install 'paceline[otel]==0.1.0'"
 
 
 def test_each_package_of_a_worker_is_looked_for() -> None:

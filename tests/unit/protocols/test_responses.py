@@ -433,7 +433,7 @@ def test_form_reasoning_and_logprobs() -> None:
         ({"tools": [{}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "magic", "name": "x"}]}, "tools[0].type"),
-        ({"tools": [LOOK, LOOK]}, "tools[1].name"),
+        ({"tools": [LOOK, {**LOOK, "strict": True}]}, "tools[1].name"),
         ({"tools": [{**LOOK, "parameters": 7}]}, "tools[0].parameters"),
         ({"tools": [custom(definition=None)]}, "tools[0].format.definition"),
         ({"tools": [custom(syntax="ebnf")]}, "tools[0].format.syntax"),

@@ -47,14 +47,14 @@ class Unread(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What one step of a batch drafts, and what prompt lookup found for it."""
+    """The drafts of one step of a batch, and the runs that prompt lookup found for it."""
 
     plan: Plan
     runs: Sequence[Sequence[int]] = ()
     """For each row the tokens of its run that it drafts; empty for the head, or nothing."""
     found: Sequence[Found | None] = ()
     representative: bool = True
-    """Whether the duration of the step tells what steps of this plan cost."""
+    """Whether the duration of the step counts as the cost of this plan."""
 
     def limits(self, rows: Sequence[Row]) -> list[int]:
         """Return how many tokens each row drafts, of its run or of the head."""
@@ -65,7 +65,7 @@ class Drafts(NamedTuple):
         ]
 
     def select(self, indices: Sequence[int]) -> Self:
-        """Return the drafts of these rows alone."""
+        """Return only the drafts of these rows."""
         return self._replace(
             runs=[self.runs[at] for at in indices if self.runs],
             found=[self.found[at] for at in indices if self.found],
@@ -94,7 +94,7 @@ class OpenStep:
 
     @classmethod
     def plain(cls, scores: mx.array, rows: int) -> Self:
-        """Return a step that drafts nothing, of which only the scores are known."""
+        """Return a step that drafts nothing and has only scores."""
         return cls(
             planned=Drafts(Plan(0)), head_length=0, scores=scores, hidden=None, recurrent=[],
             drafts=mx.zeros((rows, 0), mx.int32), limits=[0] * rows, sources=[()] * rows,
@@ -135,7 +135,7 @@ class Batch:
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Create an empty batch; one that is not shared never holds more than one row."""
+        """Create an empty batch; a batch that is not shared holds at most one row."""
         self.shared = shared
         """Whether it holds its rows' caches as a batch does, so that a step graph takes them."""
         self.clear()
@@ -153,7 +153,7 @@ class Batch:
         self.seed_hidden: mx.array | None = None
         """[rows, 1, width]; None in a batch that never drafts."""
         self.backlog: list[Unread] = []
-        """What the head has not read, step by step."""
+        """Tokens and hidden states that the head has not read, step by step."""
         self.opened: OpenStep | None = None
         """The next step, if it has begun."""
         self._further: mx.array | None = None
@@ -208,7 +208,7 @@ class Batch:
         self.backlog.clear()
 
     def further_tokens(self, shortlist: DraftShortlist | None) -> mx.array:
-        """Return the tokens [rows, n] that the head drafts beside its shortlist.
+        """Return the tokens [rows, n] that the head drafts in addition to its shortlist.
 
         None where it drafts over the whole vocabulary, because a row has too many other tokens.
         """
@@ -231,7 +231,7 @@ class Batch:
         last_token: int,
         seed_hidden: mx.array | None,
     ) -> None:
-        """Add a row after its prefill; the batch takes over its caches, and has no open step."""
+        """Add a row after its prefill; the batch takes over its caches, and no step may be open."""
         assert self.opened is None, "the row has no part in it"
         new_caches = [row_cache(cache) if self.shared else cache for cache in caches]
         new_head_caches = [row_cache(cache) for cache in head_caches]

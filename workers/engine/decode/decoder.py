@@ -287,7 +287,7 @@ class Decoder:
     def _begin(
         self, batch: Batch, unread_tokens: int = 0, *, others: bool = False
     ) -> tuple[Exception, Drafts] | None:
-        """Begin the next step of a batch; if it fails, return the error and what it was to draft.
+        """Begin the next step of a batch; if it fails, return the error and its planned drafts.
 
         A step that begins before the last one is read drafts no runs: what they go on from is not
         known yet. Nothing begins where no graph computes a family, nor if the device computes
@@ -347,7 +347,7 @@ class Decoder:
         return k, not self._draft_length.is_exploring(len(batch.rows), fewest_steps)
 
     def _plan(self, batch: Batch, planned: Drafts) -> Drafts:
-        """Decide what each row drafts: the tokens of the head, or some of its run."""
+        """Choose the drafts of each row: the tokens of the head, or some of its run."""
         rows, limit = batch.rows, self._run_limit
         if not (limit and any(row.lookup or row.matcher for row in rows)):
             return planned
@@ -406,7 +406,7 @@ class Decoder:
     ) -> tuple[Outcome, list[int]]:
         """Append its tokens to every row; return the rows that ended, and the tokens appended.
 
-        An error while a row takes its tokens belongs to that row alone.
+        An error while a row takes its tokens ends only that row.
         """
         outcome, appended = Outcome(), [0] * len(rows)
         for index, (row, chosen, sources, scores) in enumerate(
@@ -472,7 +472,7 @@ class Decoder:
     def _observe_lookups(
         self, rows: list[Row], tokens: Tokens, found: Sequence[Found | None]
     ) -> None:
-        """Compare what was looked up, whether drafted or not, with the tokens that came."""
+        """Compare the looked-up tokens, whether drafted or not, with the generated ones."""
         for row, chosen, looked_up in zip(rows, tokens, found or [None] * len(rows), strict=True):
             if looked_up is not None and row.lookup is not None:
                 self._reliability.observe(looked_up, chosen, row.lookup.counts)

@@ -55,7 +55,7 @@ class DraftHead:
     def disable_for(self, row: Row) -> None:
         """Stop drafting for a row that was admitted as drafting, and count the bypass.
 
-        Prompt lookup goes on.
+        Prompt lookup continues.
         """
         if row.uses_head:
             row.with_head = False

@@ -34,7 +34,7 @@ TRY_EVERY = 16
 MEASURE_EVERY = 32
 """Steps after which one is measured again, where the device also computes other batches."""
 MARGIN = 1.05
-"""Factor by which another k must be faster to replace the current one, and a run than the head."""
+"""Another k replaces the current one, and a run the head, only if it is faster by this factor."""
 EXPLORATION_STEPS = 4
 """Steps that always draft at the beginning of an answer in a small batch: acceptance depends on the
 text, and only drafting measures it. Their cost is no sample, since the server and the client are
@@ -50,7 +50,7 @@ _FORGOTTEN = 0.005
 _ROW_FORGOTTEN = 0.05
 """Parts that a step without the head forgets: an answer may go on otherwise than it began."""
 _LANE_WEIGHT = 4.0
-"""Drafts of a row that weigh as much as what its lane has measured."""
+"""Drafts of a row that weigh as much as the measurements of its lane."""
 _ROW_COST, _TOKEN_COST, _HEAD_COST = 0.05, 0.06, 0.1
 """Parts of the cost of a step that a row, a verified token of a row, and a pass of the head are
 assumed to add, until they are measured."""
@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one step of a batch drafts."""
+    """The drafts of one step of a batch."""
 
     head_tokens: int
     """Tokens that the head drafts for the rows without a run."""
@@ -92,7 +92,7 @@ class Plan(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Return the tokens that the head drafts, and those that are verified."""
+        """Return how many tokens the head drafts, and how many the target verifies."""
         return self.head_tokens, max(self.head_tokens, self.run_tokens)
 
 
@@ -118,7 +118,7 @@ class DraftLength:
         self._steps = 0
         self._planned = 0
         self._unmeasured = 0
-        """Steps since the last one that was measured."""
+        """Steps since the last measurement."""
 
     def choose(self, rows: Sequence[Accepted], fewest_steps: int = EXPLORATION_STEPS) -> int:
         """Return the draft length of the next step of a batch.
@@ -147,7 +147,7 @@ class DraftLength:
         return current
 
     def plan(self, k: int, runs: Sequence[Run | None], rows: Sequence[Accepted]) -> Plan:
-        """Return what a batch drafts, given k for the head (0 without one), and each row's run.
+        """Return the drafts of a batch, given k for the head (0 without one), and each row's run.
 
         `rows` are the records of its rows.
         """
@@ -203,7 +203,7 @@ class DraftLength:
             of_row[position] = _ROW_DECAY * hits + hit, _ROW_DECAY * verified + 1
 
     def forget(self, rows: Sequence[Accepted]) -> None:
-        """Forget a part of what a lane, and the rows of a step without the head, have accepted."""
+        """Forget a part of the acceptance of a lane, and of the rows of a step without the head."""
         for position, share in enumerate(self._acceptance):
             self._acceptance[position] += _FORGOTTEN * (_FIRST_SHARE - share)
         for of_row in rows:
@@ -268,7 +268,7 @@ class DraftLength:
         return len(self._costs_s.get((size, head_tokens, verified), ())) >= MIN_SAMPLES
 
     def _cost_s(self, size: int, head_tokens: int, verified: int) -> float:
-        """Return the cost of a step: as measured, or estimated from the nearest one that is."""
+        """Return the cost of a step: as measured, or estimated from the nearest measured one."""
         samples = self._costs_s.get((size, head_tokens, verified))
         if samples:
             return median(samples)

@@ -1,4 +1,4 @@
-"""Memory pressure: what this process takes of the machine, and what follows from it.
+"""Memory pressure: the share of the machine's memory that this process uses, and its consequences.
 
 Metal does not page: a Mac whose memory is full stalls, ends processes, or panics as a whole
 (jundot/omlx#300, #862, #978, #1372). What MLX has allocated says too little: it omits buffers that
@@ -36,7 +36,7 @@ CRITICAL_SHARE = 0.95
 READING_INTERVAL_S = 0.2
 """A reading is as old as this at most."""
 LOWERED_SHARE = 0.8
-"""Of the memory that the rows had when an allocation failed, what they get from then on."""
+"""Share of the rows' memory at a failed allocation; they get no more from then on."""
 _RAISED_SHARE = 0.01
 """Of the memory for rows, by how much each completed answer raises that again."""
 
@@ -51,12 +51,12 @@ class Pressure(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReading:
-    """What this process takes of the memory, at one time."""
+    """The memory of this process at one time."""
 
     used_bytes: int = 0
     """Footprint of the process."""
     limit_bytes: int = 0
-    """What it may take; 0 if unknown."""
+    """Its limit; 0 if unknown."""
     kernel_critical: bool = False
     """Whether the kernel reports critical pressure, whoever takes the memory."""
 
@@ -114,7 +114,7 @@ class MemoryMonitor:
         return self._reading
 
     def room_bytes(self, measured_bytes: int) -> int:
-        """Return the memory for the caches of all rows, of which `measured_bytes` were measured."""
+        """Return the memory for the caches of all rows, with `measured_bytes` of it measured."""
         return measured_bytes if self._room_bytes is None else int(self._room_bytes)
 
     def record_failed_allocation(self, used_bytes: int) -> None:
@@ -124,7 +124,7 @@ class MemoryMonitor:
         self._room_bytes = LOWERED_SHARE * min(used_bytes, before_bytes)
 
     def record_answer(self, measured_bytes: int) -> None:
-        """Raise the memory for rows, up to what was measured."""
+        """Raise the memory for rows, up to the measured amount."""
         if self._room_bytes is not None:
             raised = self._room_bytes + _RAISED_SHARE * measured_bytes
             self._room_bytes = raised if raised < measured_bytes else None
@@ -146,7 +146,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def memory_reader(device_limit_bytes: int) -> ReadMemory:
-    """Return how this machine's memory is read; `device_limit_bytes` is what MLX may take."""
+    """Return the reader of this machine's memory; `device_limit_bytes` is the limit of MLX."""
     try:
         if sys.platform == "darwin":
             return MacMemory(device_limit_bytes, ctypes.CDLL(None)).read
@@ -168,7 +168,7 @@ class _ResourceUsage(ctypes.Structure):
 
 
 class MacMemory:
-    """The memory of a Mac, by three calls of libSystem, none of which waits."""
+    """The memory of a Mac, by three calls of libSystem that never wait."""
 
     _HOST_VM_INFO64 = 4
     _VM_STATISTICS_WORDS = 64
@@ -177,7 +177,7 @@ class MacMemory:
     """Of `kern.memorystatus_vm_pressure_level`; 1 is normal, 2 a warning."""
 
     def __init__(self, device_limit_bytes: int, system: Any) -> None:
-        """Use `system`, the C library; raise `OSError` if it cannot tell the physical memory."""
+        """Use `system`, the C library; raise `OSError` if it cannot report the physical memory."""
         self._system = system
         self._device_limit_bytes = device_limit_bytes
         self._host = system.mach_host_self()

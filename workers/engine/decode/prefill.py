@@ -19,7 +19,7 @@ from workers.engine.text.tokenizer import PreparedPrompt
 from workers.engine.types import InvalidGeneration
 
 _SHORT_TURN_TOKENS = 256
-"""Messages of fewer tokens are read again if the client changes what follows them."""
+"""A message of fewer tokens is read again if the client changes the text after it."""
 _MAX_CHECKPOINTS = 64
 """Ends of messages at which the prefix cache stores the caches of one prompt."""
 
@@ -75,7 +75,7 @@ class Prefill:
 
     @property
     def arrays(self) -> list[object]:
-        """Return what a chunk computes."""
+        """Return the work of a chunk."""
         caches = [cache for cache in (*self.caches, *self.head_caches) if not cache.empty()]
         return [self.scores, self.last_hidden, *(cache.state for cache in caches)]
 

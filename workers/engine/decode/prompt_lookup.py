@@ -1,4 +1,4 @@
-"""Prompt lookup: draft what followed the last tokens of an answer where they occurred before.
+"""Prompt lookup: draft the tokens that followed an earlier occurrence of an answer's last tokens.
 
 Agents write files again, answers quote their prompt, and retries repeat earlier answers: their text
 is drafted without a model (Saxena 2023, "Prompt Lookup Decoding"; LLMA, Yang et al. 2023, arXiv
@@ -24,13 +24,13 @@ MAX_TEXT_TOKENS = 1 << 17
 """Tokens before the answer that are indexed, the last ones, in 32 bytes each."""
 MAX_CANDIDATES = 16
 MAX_MATCH_TOKENS = 32
-"""Occurrences that agree for so many tokens are equally good; the latest one is taken."""
+"""Occurrences that agree for this many tokens are equally good; the latest one wins."""
 SHARE_CLASSES = (3, 5, 8, 16)
 """Lengths of a match after which the next class of its reliability begins."""
 _DECAY = 0.98
 _ROW_DECAY = 0.9
 _LANE_WEIGHT = 3.0
-"""Tokens of a row that weigh as much as what its lane has measured."""
+"""Tokens of a row that weigh as much as the measurements of its lane."""
 _FIRST_SHARES = (0.4, 0.6, 0.75, 0.85, 0.95)
 _APART = -1
 """Between two texts, and in place of a picture: no token."""
@@ -50,7 +50,7 @@ class PromptLookup:
     """The index of one row; used by the engine thread only."""
 
     def __init__(self, texts: Sequence[npt.NDArray[np.int64]]) -> None:
-        """Index texts, of which the last is the prompt; negative numbers in them are no tokens."""
+        """Index texts; the last is the prompt, and negative numbers are not tokens."""
         parts: list[npt.NDArray[np.int64]] = []
         for text in texts:
             parts += [text, np.array([_APART], np.int64)]
@@ -67,7 +67,7 @@ class PromptLookup:
         """The place whose tokens the answer has followed; -1 for none."""
         self._match_tokens = 0
         self.counts = [(0.0, 0.0)] * (len(SHARE_CLASSES) + 1)
-        """Looked-up tokens by the class of their match: those that came, and those compared."""
+        """Looked-up tokens by the class of their match: right ones, and compared ones."""
 
     @property
     def answer_tokens(self) -> int:
@@ -148,7 +148,7 @@ class Reliability:
     def observe(
         self, found: Found, tokens: Sequence[int], counts: list[tuple[float, float]]
     ) -> None:
-        """Compare looked-up tokens with those that came, whether they were drafted or not."""
+        """Compare looked-up tokens, whether drafted or not, with the generated ones."""
         number, hits = _class_of(found.match_tokens), 0
         most = min(len(found.tokens), len(tokens))
         while hits < most and found.tokens[hits] == tokens[hits]:

@@ -41,7 +41,7 @@ class SpeculationCounter:
     """Draft tokens by source, those of failed drafts too."""
     accepted: Counter[str] = field(default_factory=Counter)
     given: "SpeculationCounter | None" = None
-    """What another worker has counted of it."""
+    """The counts of another worker for this answer."""
 
     def add_step(self, sources: Sequence[DraftSource], accepted: int) -> None:
         """Count a verified draft whose tokens have these sources."""
@@ -89,7 +89,7 @@ class PendingTokens:
     """Where it begins."""
 
     def append(self, end_chars: int, source: DraftSource | None) -> None:
-        """Append a token whose text ends after so many characters of the decoded text."""
+        """Append a token whose text ends after this many characters of the decoded text."""
         self._ends.append((end_chars, source))
 
     def release(self, text: str, *, final: bool) -> tuple[types.SourcedToken, ...]:
@@ -138,7 +138,7 @@ class Row:
     looks_up: bool = False
     """Whether prompt lookup may draft."""
     further_tokens: Sequence[int] = ()
-    """Tokens that the head drafts for this row beside its shortlist, once they are known."""
+    """Tokens that the head drafts for this row besides its shortlist, once they are known."""
     lookup: PromptLookup | None = None
     """Its index, once the prompt has been read."""
     bypass: tuple[Bypass, ...] = ()
@@ -170,29 +170,29 @@ class Row:
     starved: bool = False
     """Whether an allocation failed although no other row took memory."""
     suspect: bool = False
-    """Whether a plain step with this row failed: it then decodes in a batch of its own."""
+    """Whether a plain step with this row failed; the row then decodes in its own batch."""
     cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache."""
     cached_kinds: dict[str, int] = field(default_factory=dict)
     """These tokens by kind, as the lane counts them."""
     stored_tokens: int = 0
-    """Tokens of the prompt up to the last of which the prefix cache has stored it."""
+    """Length of the beginning of the prompt that the prefix cache has stored."""
     stored: bool = False
     """Whether the prefix cache was asked to store the ended answer, and so all of the prompt."""
     skipped_tokens: int = 0
     """Prompt tokens that the target never reads, since a draft model found them unimportant."""
     cacheable: bool = False
-    """Whether the prefix cache may store the row's caches: they hold what the tokens say."""
+    """Whether the prefix cache may store the row's caches: they agree with its tokens."""
     expected_tokens: int = 0
     """Prompt tokens in the prefix cache when the row was queued, or later."""
     held_tokens: int = 0
     """The most of these, until the row is read."""
     reloading: Future[list[Prefetched]] | None = None
-    """Reading from disk of what was evicted of them meanwhile."""
+    """Reading from disk of nodes that were evicted meanwhile."""
     prefetched: Sequence[Prefetched] = ()
     """Beginning of the prompt, read from disk; empty again once it is in memory."""
     loaded: list[LoadedRange] = field(default_factory=list)
-    """What of the prompt has come into memory for this row, before its prefill has started."""
+    """Nodes of the prompt that were read into memory for this row before its prefill."""
     position_offset: int = 0
     """Difference from token number to text position: pictures take fewer positions than tokens."""
     _first_tokens: int = 0
@@ -242,7 +242,7 @@ class Row:
 
     @property
     def _draft_room(self) -> int:
-        """Return the longest draft that fits beside the token of the verify itself."""
+        """Return the longest draft that fits before the token of the verify itself."""
         return max(self.max_tokens - len(self.answer) - 1, 0)
 
     def draft_limit(self, k: int) -> int:
@@ -269,7 +269,7 @@ class Row:
         return self.matcher.forced()[: self._draft_room]
 
     def token_rules(self, tokens: int) -> TokenRules | None:
-        """Return what decides over the next `tokens` + 1 tokens; None if nothing does."""
+        """Return the constraint of the next `tokens` + 1 tokens; None if they are free."""
         state = self.reasoning.state if self.reasoning else None
         missing = 0 if self.matcher else max(self.generation.min_tokens - len(self.answer), 0)
         if not missing and not self.matcher and (state is None or not state.may_force(tokens)):

@@ -1,7 +1,7 @@
 """Sampler: choose the next tokens of a batch, every row by its own rules.
 
 A sampled row draws with a number made of its seed and the position of the token, so that the same
-seed gives the same text alone, in a full batch, and with or without speculation.
+seed gives the same text in any batch, with or without speculation.
 """
 
 from collections.abc import Callable, Sequence
@@ -207,7 +207,7 @@ def _nucleus(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
 
 
 def _sorted_nucleus(logits: mx.array, samplings: Sequence[Sampling]) -> mx.array:
-    """Return what `_nucleus` returns, by a sort of the vocabulary."""
+    """Return the same as `_nucleus`, by a sort of the vocabulary."""
     ordered = mx.sort(logits, axis=-1)[..., ::-1]
     floor = _floor(ordered[..., :1], samplings)
     shares = mx.softmax(mx.where(ordered >= floor, ordered, -mx.inf), axis=-1)
@@ -307,7 +307,7 @@ class PromptLogprobs:
         self.logprobs = [TokenLogprob(token_id=first, raw=self._token_bytes(first), logprob=nan)]
 
     def read(self, scores: Callable[[slice], mx.array], positions: int) -> None:
-        """Take so many next positions of the prompt; `scores` returns those of some of them.
+        """Take this many positions of the prompt; `scores` returns the scores of some of them.
 
         The scores [L, vocabulary] of a position are those of the token after it.
         """

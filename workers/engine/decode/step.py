@@ -24,7 +24,7 @@ from workers.engine.text.grammar import allowed_tokens, given_drafts
 MAX_BACKLOG_STEPS = 32
 """Backlog at which the head reads it even though it drafts nothing."""
 Tokens = Sequence[tuple[int, ...]]
-"""Of a step, row by row: the accepted draft tokens, then the one that the target adds."""
+"""Tokens of a step, row by row: the accepted drafts, then the token that the target adds."""
 
 
 def begin_step(
@@ -34,7 +34,7 @@ def begin_step(
     *,
     unread_tokens: int = 0,
 ) -> OpenStep:
-    """Draft and verify what is planned for every row; start to compute it, without waiting.
+    """Draft and verify the plan of every row; start to compute it, without waiting.
 
     The step before has chosen up to `unread_tokens` tokens that the answers of the rows do not have
     yet.
@@ -142,7 +142,7 @@ def run_uncompiled_step(batch: Batch, target: Target) -> tuple[OpenStep, Tokens]
 def _choose(batch: Batch, scores: mx.array, drafts: mx.array | None) -> mx.array:
     """Choose a token for every row and position, after the drafts [rows, L - 1].
 
-    A row that replays its answer is alone in its batch, and drafts nothing.
+    A row that replays its answer has its own batch, and drafts nothing.
     """
     if batch.rows[0].replayed:
         return mx.array([[batch.rows[0].replayed[0]]], dtype=mx.int32)
@@ -159,7 +159,7 @@ def _choose(batch: Batch, scores: mx.array, drafts: mx.array | None) -> mx.array
 def _draft(
     batch: Batch, graph: StepGraph, head_length: int, given: Sequence[Sequence[int]]
 ) -> mx.array:
-    """Return the drafts [rows, k], of which k tokens are given or -1."""
+    """Return the drafts [rows, k]: tokens of the head, or those of `given` that are not -1."""
     drafts = mx.zeros((len(given), 0), dtype=mx.int32)
     if head_length:
         assert batch.seed_hidden is not None

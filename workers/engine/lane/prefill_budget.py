@@ -41,7 +41,7 @@ class PrefillBudget:
     def chunk_tokens(
         self, *, others_decode: bool, context_tokens: int = 0, spent_s: float = 0.0
     ) -> int:
-        """Return the size of the next chunk of a prompt, of which `context_tokens` are read.
+        """Return the size of the next chunk of a prompt after `context_tokens`.
 
         The step has spent `spent_s` already; 0 if that leaves no time for a further chunk.
         """

@@ -85,7 +85,7 @@ class PrefixExchange:
 
     @asynccontextmanager
     async def open(self, query: PrefixQuery) -> AsyncIterator[PrefixOffer]:
-        """Offer what memory and disk have of a prompt; raise `TransferFailed` if that is nothing.
+        """Offer the nodes of a prompt from memory and disk; raise `TransferFailed` without any.
 
         Nodes that are evicted meanwhile end the runs early.
         """
@@ -141,7 +141,7 @@ class PrefixExchange:
     # --- taking -----------------------------------------------------------------------------------
 
     async def fetch(self, row: Row, lane: LaneScheduler, sources: Sequence[PrefixSource]) -> None:
-        """Take from one source what continues the beginning of a row in memory and on disk.
+        """Take from one source the nodes that continue a row's beginning in memory and on disk.
 
         The sources are asked in their order until one has sent all that it offers. The row reads
         what does not come.
@@ -176,7 +176,7 @@ class PrefixExchange:
             del self._fetches[key]
 
     async def _store_prefetched(self, row: Row) -> None:
-        """Store what has come from disk, which the nodes of a source continue."""
+        """Store nodes from disk, which the nodes of a source continue."""
         scope, tokens = row.prompt.scope, row.prompt.identity
         assert scope is not None, "nothing of the row may be shared"
         runs, row.prefetched = row.prefetched, ()
@@ -261,12 +261,12 @@ class PrefixExchange:
 
 
 def _reading_s(tokens: int, tokens_per_s: float) -> float:
-    """Return how long a row would read so many tokens, for which a transfer may take no longer."""
+    """Return how long a row would read this many tokens: the limit of a transfer."""
     return min(tokens / tokens_per_s, MAX_TRANSFER_S) if tokens_per_s else MAX_TRANSFER_S
 
 
 def parts(run: Prefetched, part_bytes: int) -> Iterator[Prefetched]:
-    """Cut a run in parts of about so many bytes; the last one has the snapshot."""
+    """Cut a run into parts of about this many bytes; the last one has the snapshot."""
     name, node = run
     length = name.end - name.begin
     growing = {key: array for key, array in node.arrays.items() if has_token_axis(key)}

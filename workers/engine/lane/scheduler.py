@@ -53,7 +53,7 @@ from workers.engine.text.tokenizer import PromptRenderer
 logger = logging.getLogger(__name__)
 
 _LONG_PROMPT_TOKENS = 4096
-"""Reading so many tokens leaves freed buffers of many sizes, which no step will use again."""
+"""Reading this many tokens leaves freed buffers of many sizes, which no step will use again."""
 _RELOAD_WAIT_S = 0.01
 _ESTIMATED_ROWS = 64
 """Queued rows whose cached tokens are counted anew when the prefix cache has grown."""
@@ -68,7 +68,7 @@ DRAFTABLE_BYPASSES = frozenset(
         Bypass.MEDIA,
     }
 )
-"""Bypass reasons by which a gateway avoids the text-mtp lane, but which no lane needs to avoid.
+"""Bypass reasons that make a gateway avoid the text-mtp lane, though no lane has to.
 
 A sampled row accepts a draft token that equals its own draw; each of several choices is a row; and
 after its prefill a row with pictures is a text row with a position offset."""
@@ -76,7 +76,7 @@ after its prefill a row with pictures is a text row with a position offset."""
 
 @dataclass(kw_only=True, eq=False)
 class EngineParts:
-    """What the lanes of an engine share."""
+    """The parts that the lanes of an engine share."""
 
     settings: types.LaneSettings
     checkpoint: Checkpoint
@@ -106,7 +106,7 @@ class LaneScheduler:
         draft_tokens, slots = settings.draft_tokens, settings.max_rows
         self.name = name
         self.ends = checkpoint.eos
-        """Tokens by which the model ends an answer."""
+        """Tokens that end an answer of the model."""
         self.counters = LaneCounters(name, slots=slots, draft_tokens=draft_tokens)
         self.has_head = checkpoint.head is not None and draft_tokens > 0
         self._settings = settings
@@ -452,7 +452,7 @@ class LaneScheduler:
         row.append_tokens([token], logprobs, now_s=self._clock())
 
     def _index(self, row: Row) -> None:
-        """Index what prompt lookup may draft from: the scope's other texts, prompt and answer."""
+        """Index the texts for prompt lookup: the scope's other texts, prompt and answer."""
         if row.looks_up and row.draft_tokens and row.lookup is None:
             prompt = row.prompt
             others = self._admission.prefix_cache.other_texts(prompt.scope, prompt.identity)
@@ -460,7 +460,7 @@ class LaneScheduler:
             row.lookup.extend(row.answer)
 
     def _store_answer(self, row: Row, state: Callable[[], RowState]) -> None:
-        """Store what the caches hold of a row whose answer has ended."""
+        """Store the caches of a row whose answer has ended."""
         row.stored = True
         if not row.skipped_tokens:
             self._store(row, row.context_tokens, state)

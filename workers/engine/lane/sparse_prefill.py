@@ -116,7 +116,7 @@ NO_SPARSE_PREFILL = SparsePrefill()
 def load_sparse_prefill(
     settings: SpecPrefillSettings | None, checkpoint: Checkpoint
 ) -> SparsePrefill:
-    """Load the draft model; log and ignore one that is unusable for this checkpoint."""
+    """Load the draft model; log and ignore a model that is unusable for this checkpoint."""
     if settings is None:
         return NO_SPARSE_PREFILL
     try:

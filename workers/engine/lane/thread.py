@@ -42,7 +42,7 @@ class Lane(Protocol):
 class EngineThread:
     """A thread that steps every busy lane in turn until it is stopped.
 
-    Between two steps it also gives the system what the process has freed of its heap: requests of
+    Between two steps it also returns freed heap to the system: requests of
     all sizes leave gaps between blocks in use, 45 MB within 4,000 hostile ones.
     """
 
@@ -56,7 +56,7 @@ class EngineThread:
         self._trim_s = time.monotonic() + TRIM_INTERVAL_S
 
     def start(self, load: Callable[[], tuple[R, Sequence[Lane]]]) -> R:
-        """Start the thread; return what `load` returns on it beside the lanes, or raise its error.
+        """Start the thread; return the lanes and the other results of `load`, or raise its error.
 
         MLX aborts a process that ends while a thread of it runs, so that the thread then ends too.
         """
@@ -145,7 +145,7 @@ class EngineThread:
 
 
 class ThreadedEngine:
-    """An engine whose lanes run on a thread of its own."""
+    """An engine whose lanes run on their own thread."""
 
     def __init__(self, thread: EngineThread, monitor: MemoryMonitor) -> None:
         self.thread = thread
@@ -168,7 +168,7 @@ class ThreadedEngine:
         )
 
     def memory_reading(self) -> MemoryReading:
-        """Return what the process takes of the memory."""
+        """Return the memory of the process."""
         return self.monitor.reading()
 
     async def drop_prefixes(self, scope: str | None) -> None:

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): small matrices beside some weights of a model.
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): small matrices that change a model's weights.
 
 An adapter is a folder with `adapter_config.json` and one safetensors file, as mlx-lm, mlx-vlm or
 PEFT writes it. Nothing of it runs. Its names of layers must all be found in the model, and its
@@ -35,7 +35,7 @@ class _Pair(NamedTuple):
 def apply_adapter(model: nn.Module, folder: Path) -> int:
     """Add an adapter to a loaded model; return the number of adapted layers.
 
-    Raises `ModelUnusable` with the reason if it does not fit, or is none.
+    Raises `ModelUnusable` with the reason if the adapter is invalid or does not fit.
     """
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if weights is None or not (folder / _CONFIG).is_file():
@@ -118,7 +118,7 @@ def _find(layer: str, layers: Mapping[str, nn.Module]) -> str:
 
 
 def _adapt(layer: nn.Module, pair: _Pair, scale: float) -> nn.Module:
-    """Return the layer with the pair beside it; raise ValueError if the shapes do not fit."""
+    """Return the layer with the pair applied; raise ValueError if the shapes do not fit."""
     if isinstance(layer, nn.Linear | nn.QuantizedLinear):
         kind = LoRALinear
     elif hasattr(layer, "num_experts") and "weight" in layer:

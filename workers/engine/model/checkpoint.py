@@ -1,15 +1,16 @@
-"""Loading a checkpoint: target, processor, MTP head, and what its folder says of the model."""
+"""Loading a checkpoint: target, processor, MTP head, and the facts of its folder."""
 
 import json
 import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_vlm.utils import load
+from mlx_vlm.utils import get_model_type, load
 from pydantic import ValidationError
 from transformers import AutoConfig
 
@@ -29,7 +30,7 @@ _LAST_WITHOUT_BFLOAT16 = 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a folder tells of its model, beside the weights."""
+    """The facts of a model in its folder, except the weights."""
 
     processor: Any
     eos: frozenset[int]
@@ -69,6 +70,9 @@ def load_checkpoint(
     adapter that does not fit the model.
     """
     config = check_folder(path)
+    _check_type(config)
+    if not any([*path.glob("*token*"), *path.glob("*vocab*")]):
+        raise ValueError("the tokenizer is missing: no file of it is there")
     forbid_code()
     model, processor = load(str(path), trust_remote_code=False)
     architecture = str(mx.device_info().get("architecture", ""))
@@ -96,7 +100,7 @@ def load_checkpoint(
 def read_facts(
     path: Path, config: dict[str, Any], processor: Any, target: Target | None = None
 ) -> ModelFacts:
-    """Return what a folder tells of its model; `target` tells the rest, where it is loaded."""
+    """Return the facts of a folder's model; a loaded `target` adds the rest."""
     file = path / "generation_config.json"
     generation = json.loads(file.read_text()) if file.is_file() else {}
     limit = generation.get("max_new_tokens")
@@ -158,6 +162,14 @@ def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
         except ValidationError:
             logger.warning("model.sampling_ignored field=%s", name)
     return values
+
+
+def _check_type(config: dict[str, Any]) -> None:
+    """Raise ValueError for a type that mlx-vlm does not know; it would log its own search."""
+    name = str(get_model_type(config))
+    packages = ("mlx_vlm.models", "mlx_vlm.speculative.drafters")
+    if "." in name or not any(find_spec(f"{package}.{name}") for package in packages):
+        raise ValueError(f"mlx-vlm does not support the model type '{name}' of config.json")
 
 
 def choose_dtype(dtype: WeightType | None, family: str, architecture: str) -> WeightType | None:

@@ -1,4 +1,4 @@
-"""The device that MLX computes on: its number types, its memory, and what MLX may keep of that."""
+"""The device that MLX computes on: its number types and memory, and the share that MLX may keep."""
 
 import logging
 from typing import Any
@@ -17,7 +17,7 @@ _LEAST_FREED_BYTES = 32 << 20
 def cast_for_device(model: Any) -> None:
     """Cast half-precision weights to single precision on a CPU.
 
-    A CPU has no matrix product for bfloat16: MLX computes it in a loop, ten times slower than a
+    On a CPU, MLX computes a matrix product of bfloat16 in a loop, ten times slower than a
     BLAS in float32, and three tokens take three times as long as one.
     """
     if on_cpu():
@@ -36,7 +36,7 @@ def memory_limit_bytes() -> int:
 
 
 def limit_memory() -> None:
-    """Wire what MLX allocates, and limit the freed buffers of a load; affects the process.
+    """Wire the allocations of MLX, and limit the freed buffers of a load; affects the process.
 
     Memory that is not wired may be paged out while a worker is idle, and the next answer waits for
     it. By default MLX keeps freed buffers up to 95% of the working set, so that other programs of

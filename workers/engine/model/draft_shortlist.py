@@ -24,7 +24,7 @@ FURTHER_TOKENS = 96
 _MARKS = 32
 """Of these at most, for the ends of answers and other tokens that are no text."""
 RECENT_TOKENS = 64
-"""Of a row, by which it is judged."""
+"""Tokens of a row that decide whether its shortlist pays."""
 _READ_TOKENS = 4096
 """Of a prompt, from its end, whose rarer tokens are looked for."""
 
@@ -36,7 +36,7 @@ class DraftShortlist:
         """Take the first `tokens` of an output layer, and of the others these `marks`."""
         self.tokens = tokens
         self.saving = 0.0
-        """What a draft over the shortlist saves, as a share of a step with it."""
+        """The time that a draft over the shortlist saves, as a share of a step with it."""
         self.max_outside = 1.0
         """Share of tokens outside the shortlist at which it pays no more."""
         self._layer = layer

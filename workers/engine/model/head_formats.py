@@ -1,8 +1,8 @@
 """How families store their MTP heads, and how the modules of a head are loaded.
 
 A head is a block that mlx-vlm can split from its model (Qwen3.5), one more layer of its model's own
-kind, or an assistant: a small model of its own (Gemma 4). Some layers are stored with copies of
-what they share with the model, which are not loaded.
+kind, or an assistant: a separate small model (Gemma 4). Some layers are stored with copies of
+weights of the model, which are not loaded.
 """
 
 from abc import ABC, abstractmethod
@@ -33,19 +33,19 @@ class HeadFormat(ABC):
     """How a family stores its heads."""
 
     prefix: str
-    """What the tensors of a head begin with in a whole checkpoint of so many `layers`."""
+    """Prefix of the names of a head's tensors in a whole checkpoint with this many `layers`."""
 
     @abstractmethod
     def load(self, path: Path, config: dict[str, Any], language: Any) -> Any:
         """Return the modules of a head in a folder; raise the errors of the libraries."""
 
     def tensors(self, config: Mapping[str, Any]) -> str:
-        """Return what the names of the tensors begin with in a whole checkpoint."""
+        """Return the prefix of the names of the tensors in a whole checkpoint."""
         return self.prefix.format(layers=text_config(config).get("num_hidden_layers"))
 
 
 class Assistant(HeadFormat):
-    """A model in a folder of its own."""
+    """A model in a separate folder."""
 
     def load(self, path: Path, config: dict[str, Any], language: Any) -> Any:  # noqa: ARG002, D102
         if config.get("model_type") not in _ASSISTANTS:
@@ -87,13 +87,13 @@ class LayerHead(HeadFormat):
 
     prefix: str
     apart: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """What the tensors begin with in the folder of a head only, by its model type."""
+    """Prefix of the names of tensors in a folder that has only a head, by its model type."""
     parts: Mapping[str, str]
     """The names of norms and projection, as `_LayerModule` has them."""
     shared: Sequence[str] = ()
-    """Copies of what the head shares with its model."""
+    """Copies of weights that the head shares with its model."""
     options: Mapping[str, Any]
-    """What makes a model of the family consist of the layer of the head."""
+    """Configuration with which a model of the family consists of the head's layer."""
     norms_less_one: bool = False
     """Whether the publisher stores the weights of norms less one, as the conversions do not."""
 

@@ -1,7 +1,7 @@
 """MTP heads for conversions that have lost theirs: where they are, and in which files.
 
-Conversions lose the tensors of the head. It is a repository of its own, or in that of the model's
-owner, of which only the files with tensors of the head are fetched (3 of 48 for GLM-4.7-Flash, 4 of
+Conversions lose the tensors of the head. It is in a separate repository, or in that of the model's
+owner, where only the files with tensors of the head are fetched (3 of 48 for GLM-4.7-Flash, 4 of
 60 GB). A head fits every conversion of the model from which it was taken, and of no other one; a
 self-test decides (`self_test.py`). The worker names such a head at its start, and fetches it only
 if its owner names it with `--mtp`.
@@ -37,7 +37,7 @@ KNOWN_HEADS: Mapping[str, str] = {
 """The head for a model by the model's name, each with who uses it so."""
 MTP_PREFIX = "mtp."
 NEXTN_PREFIX = "model.layers.{layers}."
-"""What the tensors of a head begin with, after the `layers` layers of the model."""
+"""Prefix of the names of a head's tensors, after the `layers` layers of the model."""
 _WORD_END = r"(?![A-Za-z0-9.])"
 
 

@@ -12,7 +12,7 @@ inputs of its tokens, so that a rollback repeats the accepted ones: a state is e
 as the inputs of a token. An operator that replaces a state otherwise leaves no history;
 `history` then raises, and the family is verified token by token.
 
-Both are duck-typed to what mlx-vlm's models read (`offset`, `_idx`, `make_mask`,
+Both are duck-typed to the attributes that mlx-vlm's models read (`offset`, `_idx`, `make_mask`,
 `update_and_fetch`), and must not grow `extract` or `merge`: with them the Qwen3.5 model would run
 the batch row by row. `tests/model/test_mlx_vlm_contract.py` tests that contract.
 """
@@ -216,7 +216,7 @@ class RecurrentCache:
         return output, final
 
     def advance(self, steps: int) -> None:
-        """Do nothing: the rows have no padding to advance over."""
+        """Do nothing: rows without padding need no advance."""
 
     @property
     def state(self) -> tuple[mx.array, ...]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from paceline.request.profile import Endpoint
 from paceline.terminal import printable
@@ -23,7 +23,7 @@ _INDEX = "model.safetensors.index.json"
 ENCODERS = frozenset(("bert", "modernbert", "xlm-roberta"))
 """Types of models that read a text in both directions."""
 DECODERS = frozenset(("qwen3",))
-"""Types of models that generate, of which there are embedders and rerankers too."""
+"""Types of models that generate; some embedders and rerankers have these types too."""
 
 
 @contextmanager
@@ -60,8 +60,13 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
             raise ValueError(f"{_INDEX} names other files than safetensors files in the folder")
     tensors = 0
     for path in (*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")):
-        with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
-            tensors += len(file.keys())
+        try:
+            with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
+                tensors += len(file.keys())
+        except SafetensorError:
+            raise ValueError(f"{path.name} is damaged or incomplete") from None
+    if not tensors:
+        raise ValueError("the weights are missing: no safetensors file is there")
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     built = config
     if head:
@@ -71,9 +76,9 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
 
 
 def find_task(folder: Path, name: str) -> Endpoint | None:
-    """Return what a folder with an embedder or a reranker serves; None for any other model.
+    """Return the task of a folder with an embedder or a reranker; None for any other model.
 
-    Its files tell it, in the layout of sentence-transformers, or its architecture. Qwen's embedders
+    Its files show it, in the layout of sentence-transformers, or its architecture. Qwen's embedders
     and rerankers have the files of a chat model where others converted them, so their name counts.
     """
     try:

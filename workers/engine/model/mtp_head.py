@@ -43,7 +43,7 @@ class MtpHead:
     """A head that is bound to its model."""
 
     has_caches = True
-    """Whether it has keys and values of its own; an assistant reads those of the model."""
+    """Whether it has keys and values; an assistant reads those of the model."""
 
     def __init__(self, drafter: Any, target: Target) -> None:
         self.drafter = drafter
@@ -100,8 +100,8 @@ class MtpHead:
 class AssistantHead(MtpHead):
     """An assistant of Gemma 4: a small model that attends to the keys and values of its model.
 
-    It has none of its own and reads nothing between two drafts. It mixes the embedding of the last
-    token with the model's hidden state of the token before, and goes on with its own hidden states,
+    It keeps no caches and reads nothing between two drafts. It mixes the embedding of the last
+    token with the model's hidden state of the token before, then with its own hidden states,
     all at the position of that token, as `SinglePositionMultiTokenCandidateGenerator` of
     Transformers does.
     """
@@ -175,7 +175,7 @@ class AssistantHead(MtpHead):
 def load_own_head(
     path: Path, config: dict[str, Any], target: Target
 ) -> tuple[MtpHead | None, str | None]:
-    """Load the head in the directory of the model; return why there is none otherwise."""
+    """Load the head in the directory of the model, or return the reason why it is missing."""
     head = target.family.head
     if head is None or isinstance(head, Assistant):
         return None, NO_HEAD if head is None else _NO_ASSISTANT

@@ -55,7 +55,7 @@ _AFTER_PAIR = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class TokenRow(NamedTuple):
-    """The tokens of one text or pair; `types` tells an encoder which are of the document."""
+    """The tokens of one text or pair; `types` marks those of the document for an encoder."""
 
     tokens: Tokens
     types: Sequence[int] = ()
@@ -234,7 +234,7 @@ class DecoderReranker(Reranker):
 def load_pooling_model(folder: Path, endpoint: Endpoint) -> Embedder | Reranker:
     """Load an embedder or a reranker; runs no code of its folder.
 
-    Raises ValueError for a model that is none, and the errors of the libraries.
+    Raises ValueError for another kind of model, and the errors of the libraries.
     """
     config = check_folder(folder)
     forbid_code()

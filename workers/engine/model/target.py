@@ -1,6 +1,6 @@
 """Interface to mlx-vlm's language models: their passes, caches and picture features.
 
-What a family does otherwise than most is in its record (`families`), duck-typed there;
+Differences of a family are in its record (`families`), duck-typed there;
 `tests/model/test_mlx_vlm_contract.py` fails when mlx-vlm's models change.
 """
 
@@ -116,7 +116,7 @@ class Target:
         """Whether a layer has a state that each token replaces."""
         self.starts_anywhere = all(type(cache) is KVCache for cache in caches)
         """Whether a row can start after any token of a stored prefix: a state and a sliding window
-        are stored at the ends of messages alone."""
+        are stored only at the ends of messages."""
         self.supports_batching = known and not self.stores_positions
         """Whether rows of any length may share one forward pass; probed at load."""
 

@@ -1,4 +1,4 @@
-"""Sliding windows: layers that see the last tokens alone, and the ring that holds them in a batch.
+"""Sliding windows: layers that see only the last tokens, and the ring that holds them in a batch.
 
 Row r of a `WindowCache` holds token p at slot p modulo the number of slots. A step of L tokens
 overwrites the tokens L to 1 places behind the ring's end, so a ring has L - 1 slots more than the
@@ -135,7 +135,7 @@ def recent_tokens(cache: FamilyWindow) -> tuple[mx.array, mx.array]:
 
 
 def restore_window(cache: FamilyWindow, keys: mx.array, values: mx.array, end: int) -> None:
-    """Fill an empty cache with what `recent_tokens` returned after `end` tokens."""
+    """Fill an empty cache with the result of `recent_tokens` after `end` tokens."""
     count = keys.shape[2]
     # A copy: the family's cache writes into its arrays.
     cache.state = (mx.contiguous(keys), mx.contiguous(values))

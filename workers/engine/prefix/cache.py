@@ -2,12 +2,12 @@
 
 A node is a run of tokens with its keys and values; conversations that begin alike share the nodes
 of their beginning, and each turn adds a node. A node may end with a snapshot: the recurrent states,
-the windows of layers that see the last tokens alone, and the last hidden state there. A row starts
+the windows of layers that see only the last tokens, and the last hidden state there. A row starts
 from the longest common beginning of its prompt and the tree, with speculation, and continues
 exactly as if it had read the prompt. A model of plain attention starts at any token; one with
 recurrent or windowed layers, or an MTP head, starts at a snapshot.
 
-Each isolation scope has a tree of its own. The key of a system prompt is the gateway's name for it,
+Each isolation scope has its own tree. The key of a system prompt is the gateway's name for it,
 and decides nothing: tokens are compared.
 """
 
@@ -43,7 +43,7 @@ evicted beyond it is lost, so nodes are written ahead of their eviction."""
 _WRITE_AHEAD_SHARE = 0.75
 """Share of the limit from which on the nodes that come next are written."""
 _PREFETCH_SHARE = 0.25
-"""Share of the limit that queued requests may hold of what they have read from disk."""
+"""Share of the limit that nodes read from disk for queued requests may hold."""
 _FLUSH_S = 5.0
 _OTHER_TEXTS = 32
 _OTHER_TOKENS = 1 << 15
@@ -53,7 +53,7 @@ _CONTEXT_TOKENS = 8
 class PrefixCache:
     """Trees of prompts and answers in memory, evicted at `limit_bytes`.
 
-    With `files`, a background thread writes what is evicted to disk, and all of it at the end. Used
+    With `files`, a background thread writes evicted nodes to disk, and all nodes at the end. Used
     by the engine thread only, unless a method says otherwise.
     """
 
@@ -71,7 +71,7 @@ class PrefixCache:
         self._by_key: dict[str, Node] = {}
         self._uses = itertools.count(1)
         self._lock = threading.Lock()
-        """Guards what waits to be written, and what has been read."""
+        """Guards nodes that wait to be written, and nodes that were read."""
         self._pending: dict[FileName, int] = {}
         """Sizes of the nodes that the background thread has not written yet."""
         self._prefetched_bytes = 0
@@ -190,7 +190,7 @@ class PrefixCache:
         is_cancelled: Callable[[], bool] = lambda: False,
         share: float = _PREFETCH_SHARE,
     ) -> list[Prefetched]:
-        """Read from disk what memory lacks of a prompt; safe from any thread, blocks.
+        """Read from disk the nodes of a prompt that memory lacks; safe from any thread, blocks.
 
         The runs count against a share of the limit until nobody holds them any more.
         """
@@ -217,7 +217,7 @@ class PrefixCache:
     def reload(
         self, scope: str | None, tokens: TokenArray, is_cancelled: Callable[[], bool]
     ) -> Future[list[Prefetched]]:
-        """Read from disk what memory lacks of the next prompt, once all that waits is written."""
+        """Read the next prompt's nodes that memory lacks from disk, after all waiting writes."""
         return self._writer.submit(self.prefetch, scope, tokens, is_cancelled, 1.0)
 
     def _add_prefetched(self, size_bytes: int) -> None:
@@ -243,7 +243,7 @@ class PrefixCache:
         """Store a copy of the caches after these tokens; evict others until all fit.
 
         Returns whether there is room for it, which is known before it is copied. `key` names the
-        tokens if they are a system prompt. The device copies while the host goes on.
+        tokens if they are a system prompt. The device copies while the host continues.
         """
         if scope is None or not self.limit_bytes or len(tokens) < MIN_TOKENS:
             return True
@@ -361,7 +361,7 @@ class PrefixCache:
             yield from root.below()
 
     def evict_to(self, size_bytes: int, kept: frozenset[Node] = frozenset()) -> None:
-        """Evict until the rest fits into `size_bytes`: what was least recently used goes first."""
+        """Evict until the rest fits into `size_bytes`, the least recently used nodes first."""
         while self.size_bytes > size_bytes:
             thinned = min(self._thinnable(), key=lambda node: (node.used, node.end), default=None)
             if thinned is not None:
@@ -415,9 +415,9 @@ class PrefixCache:
     # --- files ------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write everything to disk that is not there: what was used last comes first.
+        """Write all nodes that the disk lacks, the most recently used first.
 
-        What is not written within some seconds is lost, since somebody waits for the end.
+        Nodes that are not written within some seconds are lost, since somebody waits for the end.
         """
         until_s = time.monotonic() + _FLUSH_S
         for scope, root in self._roots.items():

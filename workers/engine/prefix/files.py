@@ -46,9 +46,9 @@ _BUDGET = "writes.json"
 _MAX_HEADER_BYTES = 1 << 20
 _HEADER_BYTES = 1024
 _HEADER_BYTES_PER_ARRAY = 256
-"""Upper bounds of what a file has beside its arrays."""
+"""Upper bounds of a file's content besides its arrays."""
 _PARTIAL_S = 600.0
-"""Age at which a file that is half written has no writer any more."""
+"""Age at which a half-written file counts as abandoned."""
 _LOCK_S = 2.0
 """A worker that is stopped while it writes holds up no other one for longer."""
 _MAX_KEYED_FILES = 4096
@@ -61,7 +61,7 @@ _WRITES_A_DAY = 4
 
 
 class FileName(NamedTuple):
-    """What a file holds: a run of the tokens from `begin` to `end`."""
+    """The content of a file: a run of the tokens from `begin` to `end`."""
 
     begin: int
     end: int
@@ -79,7 +79,7 @@ class FileName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the name of a file; None for a file that is none of a prefix cache."""
+        """Return the name of a file; None for a file that is not from a prefix cache."""
         match = _NAME.fullmatch(text.removesuffix(_SUFFIX)) if text.endswith(_SUFFIX) else None
         if match is None:
             return None
@@ -181,7 +181,7 @@ class PrefixCacheFiles:
         return []
 
     def load(self, name: FileName) -> HostPrefix | None:
-        """Read a file; return None if there is none, and delete one that is invalid."""
+        """Read a file; return None if it is missing, and delete it if it is invalid."""
         path = self._path(name)
         if not self._is_kept(name):
             return None
@@ -208,7 +208,7 @@ class PrefixCacheFiles:
     def save(self, name: FileName, prefix: HostPrefix, keys: Sequence[str] = ()) -> None:
         """Write a file atomically; evict the least recently used ones to make room.
 
-        A disk that takes no file is logged once: memory alone then holds the cache.
+        A disk that takes no file is logged once: only memory then holds the cache.
         """
         keys = keys[:_MAX_FILE_KEYS]
         header_bytes = _HEADER_BYTES + _HEADER_BYTES_PER_ARRAY * len(prefix.arrays)

@@ -2,7 +2,7 @@
 
 To read tens of gigabytes takes long, so a thread of the lowest priority reads them once, and a file
 keeps the digests by size, times and inode. Until then the fingerprint is unknown: the worker takes
-nothing from disk or from other workers. A file that changes after the load has no digest at all,
+nothing from disk or from other workers. A file that changes after the load gets no digest,
 since nobody knows which bytes the engine has.
 """
 
@@ -34,10 +34,10 @@ _KEPT_DIGESTS = 4096
 
 
 class Fingerprint(NamedTuple):
-    """Tells one model from another."""
+    """Distinguishes one model from another."""
 
     caches: str
-    """Of what keys and values depend on: weights, adapter, configurations, MTP head."""
+    """Digest of all that keys and values depend on: weights, adapter, configurations, MTP head."""
     answers: str
     """Of weights, adapter, tokenizer and chat template."""
 
@@ -132,7 +132,7 @@ def _read(kept: Path | None) -> dict[str, str]:
 
 
 def _keep(kept: Path | None, key: str, digest: str) -> None:
-    """Keep one more digest, beside those of other workers; a full disk costs another reading."""
+    """Keep one more digest, with those of other workers; a full disk costs another reading."""
     if kept is None:
         return
     digests = {**_read(kept), key: digest}

@@ -1,7 +1,7 @@
 """Prefix transfer: the question for nodes of another worker, and the checks of its answer.
 
 This is the one way in which nodes travel. A worker that is about to read a prompt sends a
-`PrefixQuery` to a `PrefixSource`, which offers the runs of tokens that continue what it has.
+`PrefixQuery` to a `PrefixSource`, which offers the runs of tokens that continue its beginning.
 Nothing of an answer is trusted: each run must continue the one before it, hold the tokens of the
 prompt, and have the arrays of the worker's own model. A digest of these arrays, of the weights and
 of the preprocessing of pictures names the model. Pure: no clock is read, and no socket.
@@ -59,11 +59,11 @@ class PrefixQuery:
     run_bytes: int
     """About the size of the runs that the asking worker takes, without snapshots."""
     run_limit_bytes: int = 0
-    """The most that a run may have with its snapshot; for the asking side alone."""
+    """The most that a run may have with its snapshot; only for the asking side."""
 
 
 class PrefixOffer(NamedTuple):
-    """What a source has of a prompt."""
+    """The part of a prompt that a source has."""
 
     tokens: int
     """Tokens that the asking worker need not read once it has all runs."""
@@ -72,7 +72,7 @@ class PrefixOffer(NamedTuple):
 
 
 class PrefixSource(Protocol):
-    """A worker that may have read what a prompt begins with."""
+    """A worker that may have read the beginning of a prompt."""
 
     @property
     def name(self) -> str:
@@ -94,13 +94,13 @@ class ArrayLayout(NamedTuple):
 
     shape: tuple[int, ...]
     """The size of the token axis is 0 where it is the number of tokens, and the most that it can be
-    where a windowed layer has the last tokens alone."""
+    where a windowed layer has only the last tokens."""
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Arrays of a model's nodes by name, by which a node of another model is found out."""
+    """Arrays of a model's nodes by name, which expose a node of another model."""
 
     arrays: Mapping[str, ArrayLayout]
 
@@ -123,7 +123,7 @@ class CacheLayout:
         return any(name.startswith("head.") for name in self.arrays)
 
     def size_bytes(self, tokens: int) -> int:
-        """Return the most bytes that the arrays of so many tokens and a snapshot may have."""
+        """Return the most bytes that the arrays of this many tokens and a snapshot may have."""
         return sum(
             _size(array) * (tokens if has_token_axis(name) else 1)
             for name, array in self.arrays.items()
@@ -157,7 +157,7 @@ class CacheLayout:
                 raise TransferFailed("failed", "a run has arrays of another length")
 
     def _expected(self, name: str, tokens: int) -> ArrayLayout | None:
-        """Return the layout of an array at the end of so many tokens; None if there is none."""
+        """Return the layout of an array at the end of this many tokens; None if it is empty."""
         layout = self.arrays.get(name)
         if layout is None or not name.startswith("window."):
             return layout
@@ -178,7 +178,7 @@ class TransferPace:
         """Bytes, seconds, and the time of the last transfer."""
 
     def record(self, source: str, size_bytes: int, duration_s: float, now_s: float) -> None:
-        """Record a transfer, or the part of one that was ended."""
+        """Record a transfer, or the part of it before it was ended."""
         sent_bytes, spent_s, _ = self._measured.pop(source, (0.0, 0.0, now_s))
         sent_bytes, spent_s = _PACE_DECAY * sent_bytes, _PACE_DECAY * spent_s
         self._measured[source] = sent_bytes + size_bytes, spent_s + duration_s, now_s

@@ -1,7 +1,7 @@
 """Prefix tree: runs of tokens with their keys and values, and the states between them.
 
 A row that starts from a node continues exactly as if it had read the tokens on the path to it.
-`state_of` copies what a row has read out of its caches into a tree, `Match.restore` copies it back
+`state_of` copies a row's read tokens out of its caches into a tree, `Match.restore` copies it back
 into the caches of another row, and `PendingRun` and `from_host` move a run between MLX and NumPy.
 """
 
@@ -44,7 +44,7 @@ class RowState(NamedTuple):
 
     @property
     def cuttable(self) -> bool:
-        """Return whether a row can start at any token: no part has an end of its own."""
+        """Return whether a row can start at any token: no part has a separate end."""
         return not (self.recurrent or self.windows or self.head)
 
     def copy_bytes(self, begin: int, end: int) -> int:
@@ -102,7 +102,7 @@ class Snapshot(NamedTuple):
 class Node:
     """A run of tokens after those of its parent; the root of a tree has none.
 
-    The device copies arrays into a node while the host goes on.
+    The device copies arrays into a node while the host continues.
     """
 
     tokens: TokenArray
@@ -313,7 +313,7 @@ class PendingRun(NamedTuple):
 
 
 def from_host(name: FileName, host: HostPrefix) -> tuple[TokenArray, RowState]:
-    """Copy a run back into MLX; raise any error if it is none."""
+    """Copy a run back into MLX; raise any error if it is invalid."""
     arrays = {key: mx.array(values) for key, values in host.arrays.items() if key != "tokens"}
     arrays |= {key: arrays[key].view(mx.bfloat16) for key in host.bfloat16}
     tree = tree_unflatten(arrays)

@@ -1,1 +1,1 @@
-"""What a worker probes and measures of its model before it serves."""
+"""Probes and measurements of a model before its worker serves."""

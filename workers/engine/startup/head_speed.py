@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 BITS = 8
 GROUP_SIZE = 64
 MIN_GAIN = 1.1
-"""Factor by which a pass must be faster."""
+"""A pass must be faster by this factor."""
 SHORTLIST_TOKENS = 32_768
 _MIN_SHARE = 2
-"""Factor by which a vocabulary must be larger."""
+"""A vocabulary must be larger by this factor."""
 _LAYERS = (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
 _PASSES = 9
 _PROMPT_TOKENS = 16
@@ -56,14 +56,14 @@ def measure_s(compute: Callable[[], mx.array]) -> float:
 def quantise_if_faster(
     head: MtpHead, target: Target, measure: Callable[[Callable[[], mx.array]], float] = measure_s
 ) -> Restore | None:
-    """Quantise a head if it drafts faster so; return what undoes that, or None if it does not.
+    """Quantise a head if that makes it draft faster; return a function that undoes it, or None.
 
     `measure` returns the seconds that a function takes. A graph of the head must not be compiled
     yet: it would go on with the weights that it has seen.
     """
 
     def can_be_quantised(_: str, module: Any) -> bool:
-        """Return whether a module has weights of its own that are floats, in whole groups."""
+        """Return whether a module itself has weights that are floats, in whole groups."""
         if not hasattr(module, "to_quantized"):
             return False
         width = module.weight.shape[-1]
@@ -122,7 +122,7 @@ def use_shortlist_if_faster(
 def draft_pass(head: MtpHead, target: Target, further_tokens: int = 0) -> Callable[[], mx.array]:
     """Return a function that drafts one token for one row.
 
-    With `further_tokens` it drafts over so many and the head's shortlist.
+    With `further_tokens` it drafts over that many and the head's shortlist.
     """
     width = target.language.model.norm.weight.shape[0]
     hidden = mx.zeros((1, 1, width), target.language.model.norm.weight.dtype)
@@ -140,7 +140,7 @@ def draft_pass(head: MtpHead, target: Target, further_tokens: int = 0) -> Callab
 
 
 def _marks(checkpoint: Checkpoint) -> list[int]:
-    """Return the tokens that end answers, and those that a tokenizer has for other marks."""
+    """Return the tokens that end answers, and a tokenizer's tokens for other marks."""
     processor = checkpoint.processor
     added = getattr(processor, "tokenizer", processor).added_tokens_decoder
     plain = [index for index, token in added.items() if not token.special]

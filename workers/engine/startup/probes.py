@@ -135,7 +135,7 @@ def _scores_of_passes(graph: StepGraph, target: Target, length: int) -> mx.array
 
 
 def probe_shared_rows(target: Target) -> bool:
-    """Return whether the scores of rows in a batch are those of each row alone.
+    """Return whether rows have the same scores in a batch as by themselves.
 
     Compares a batch of one row, and one of two rows of different lengths.
     """

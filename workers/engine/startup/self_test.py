@@ -96,7 +96,7 @@ def settle_head(
     """Test the head of a graph, and decide with which weights and shortlist it drafts.
 
     One that fails is tested again with its own weights and over the whole vocabulary. A healthy one
-    loses its shortlist alone, if that does not pay. `restore` gives it its own weights back; None
+    loses only its shortlist, if that does not pay. `restore` gives it its own weights back; None
     if it has them.
     """
     head = graph.head
@@ -190,7 +190,7 @@ def _warm_up_lookup(lane: LaneScheduler, prompts: PromptRenderer, draft_tokens: 
 
 
 def chat_prompt(prompts: PromptRenderer, question: str) -> Prompt:
-    """Return the prompt of a question, of which nothing is cached."""
+    """Return the prompt of a question; nothing of it is cached."""
     try:
         text = prompts.chat([{"role": "user", "content": question}])
     except InvalidGeneration:  # a base model has no chat template

@@ -85,7 +85,7 @@ class ChatTemplate:
         return template or ""
 
     def template_variables(self, given: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-        """Return the variables by which the template knows a reasoning effort, and those given.
+        """Return the given variables, with the template's variables for a reasoning effort.
 
         Names that the template does not read are left out: they change nothing, and may be
         arguments of the function that renders it.
@@ -176,7 +176,7 @@ class ChatTemplate:
         return [{**first, "content": joined([text, first["content"]])}, *messages[1:]]
 
     def _functions(self, tools: Messages) -> dict[str, Any]:
-        """Return the variables by which Firefunction's template knows tools; empty for others."""
+        """Return the variables with tools for Firefunction's template; empty for others."""
         names = template_variables(self._template)
         if "functions" not in names or "tools" in names:
             return {}
@@ -196,7 +196,7 @@ class ChatTemplate:
 
     @cached_property
     def limits(self) -> TemplateLimits:
-        """What the template takes of a history."""
+        """The limits of the template on a history."""
         limits = find_limits(self._render_probe, self.tool_format)
         if limits.changes:
             logger.info("template.histories_changed %s", limits.changes)

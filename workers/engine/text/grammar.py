@@ -1,6 +1,6 @@
 """Grammars: hold an answer to a JSON Schema, an expression, a list of texts or a grammar.
 
-llguidance compiles a constraint for the model's tokenizer, and tells after every token which ones
+llguidance compiles a constraint for the model's tokenizer, and lists after every token which ones
 may come next. A grammar begins where the reasoning of the answer ends. A constraint is a client's:
 another process tries to compile it first, a thread of its own compiles it, and llguidance's limits
 bound the work for one token.
@@ -59,7 +59,7 @@ _Compiled: TypeAlias = tuple[LLMatcher, Sequence[int]]
 """A matcher at the beginning, and the tokens that are forced there."""
 
 _Place: TypeAlias = tuple[int, Sequence[int]]
-"""The index of a mask, and the tokens of a draft that follow there, each of which has one too."""
+"""The index of a mask, and the tokens of a draft that follow there, each with its own index."""
 
 
 class GrammarCompiler:
@@ -67,7 +67,7 @@ class GrammarCompiler:
 
     def __init__(self, processor: Any, vocabulary: int, ends: frozenset[int]) -> None:
         self._cache: OrderedDict[_Key, _Compiled | Refusal] = OrderedDict()
-        """What is wrong with a constraint instead, where the worker refused it."""
+        """The fault of a constraint that the worker refused."""
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -91,7 +91,7 @@ class GrammarCompiler:
 
         With `call_marks`, the answer may also call tools in the model's own format. Constraints of
         one isolation `scope` delay one of another scope by two compilations at most, and do not
-        make it faster: the time of an answer tells nobody which schemas others use.
+        make it faster: the time of an answer reveals to nobody which schemas others use.
         """
         key = (scope or "", constraint._replace(value=json.dumps(constraint.value)), call_marks)
         compiled = self._lookup(key)
@@ -127,7 +127,7 @@ class GrammarCompiler:
             return compiled
 
     def _compile(self, constraint: Constraint, key: _Key) -> _Compiled | Refusal:
-        """Compile a constraint; return what the client is told instead, if it has no grammar."""
+        """Compile a constraint, or return the fault for the client."""
         try:
             tokenizer = self._tokenizer.result()
         except Exception as error:  # whatever a tokenizer raises
@@ -186,7 +186,7 @@ class Matcher:
     param: str
     """Field of the constraint, for errors."""
     forced_run: Sequence[int] = ()
-    """Tokens that were forced, of which `_passed` have come."""
+    """Forced tokens; `_passed` counts those that were generated."""
     _passed: int = 0
     _masks: int = 0
     _spent_s: float = 0.0
@@ -247,7 +247,7 @@ class Matcher:
 
 
 class TokenRules(NamedTuple):
-    """What decides which tokens may come next in one answer."""
+    """The constraint on the next tokens of one answer."""
 
     matcher: Matcher | None
     reasoning: ReasoningState | None = None
@@ -262,9 +262,9 @@ class TokenRules(NamedTuple):
         return self.matcher.forced() if self.matcher else ()
 
     def places(self, drafted: Sequence[int]) -> tuple[list[NextToken], NextToken | None]:
-        """Return what may come at each position of a draft, up to where the grammar begins.
+        """Return the allowed tokens at each position of a draft, up to where the grammar begins.
 
-        The second value says what may come there; None if the grammar does not begin.
+        The second value has the allowed tokens there; None if the grammar does not begin.
         """
         if self.reasoning is None:
             return [], ANSWERING

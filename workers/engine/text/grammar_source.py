@@ -54,7 +54,7 @@ _SHORTHANDS = {
     r"\w": "[0-9A-Za-z_]",
     r"\W": "[^0-9A-Za-z_]",
 }
-"""What parts of a pattern mean in Lark; JSON Schema's classes have ASCII alone."""
+"""Parts of a pattern and their meaning in Lark; JSON Schema's classes have only ASCII."""
 _UNHELD_OF_OBJECTS = (
     "$ref $dynamicRef allOf anyOf oneOf not if enum const patternProperties propertyNames "
     "minProperties maxProperties dependentRequired dependentSchemas dependencies "
@@ -68,7 +68,7 @@ _VALUE_END = ("</parameter>", r"\n<\/parameter>\n")
 
 
 class Vocabulary(NamedTuple):
-    """What llguidance needs of a model's tokenizer; all of it can be written as JSON."""
+    """The facts of a model's tokenizer that llguidance needs; all of them fit JSON."""
 
     size: int
     """Number of the model's scores."""
@@ -107,7 +107,7 @@ def matcher_of(source: str, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def text_source(constraint: Constraint, function: str) -> str:
-    """Return llguidance's form of the text of a function that has a grammar, alone.
+    """Return llguidance's form of only the text of a function that has a grammar.
 
     Raise `UnsupportedGrammar`.
     """
@@ -181,7 +181,7 @@ def _lark_calls(
     grammars: Mapping[str, Mapping[str, str]],
     strict: Collection[str],
 ) -> str:
-    """Return the grammar of a list of calls; every function's schema refers to itself alone.
+    """Return the grammar of a list of calls; every function's schema refers only to itself.
 
     A function that is not strict has a looser schema if its own cannot be held: OpenAI holds none.
     """
@@ -358,7 +358,7 @@ def _typed_texts(schema: Mapping[str, Any]) -> list[str] | None:
 
 
 def _parts_of_text(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a schema of a string, and those that its `allOf` adds; all of them hold together."""
+    """Yield a schema of a string and the schemas of its `allOf`; all of them apply."""
     held = hold_texts(schema)
     yield held
     for part in held.get("allOf", ()):

@@ -149,7 +149,7 @@ def _send(process: subprocess.Popen[bytes], value: Any) -> None:
 
 
 def main() -> None:
-    """Answer each line with the source of a constraint, or with what is wrong with it."""
+    """Answer each line with the source of a constraint, or with its fault."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tokenizer = Vocabulary(*json.loads(sys.stdin.buffer.readline())).load()
     threading.stack_size(STACK_BYTES)
@@ -208,7 +208,7 @@ def _try(
 def _compile(
     constraint: Constraint, source: Callable[[], str], tokenizer: LLTokenizer, noun: str = ""
 ) -> tuple[str, str]:
-    """Return llguidance's form of a constraint, and what the client is told if it has none."""
+    """Return llguidance's form of a constraint, or a fault for the client."""
     try:
         text = source()
         fault = _fault(matcher_of(text, tokenizer))
@@ -220,7 +220,7 @@ def _compile(
 
 
 def explain(constraint: Constraint, fault: str, noun: str = "") -> str:
-    """Return what a client is told of a fault in llguidance's words."""
+    """Return the client's text for a fault in llguidance's words."""
     if not noun:
         of_schemas = constraint.kind in (ConstraintKind.JSON, *CALL_KINDS)
         of_expression = constraint.kind is ConstraintKind.REGEX
@@ -235,7 +235,7 @@ def explain(constraint: Constraint, fault: str, noun: str = "") -> str:
 
 
 def _fault(matcher: LLMatcher) -> str:
-    """Return what is wrong with a grammar at its beginning; empty if nothing is."""
+    """Return the fault of a grammar at its beginning; empty without one."""
     if not matcher.is_error() and len(matcher.compute_ff_bytes()) > _FORCED_BYTES:
         return "too large"
     if not matcher.is_error():

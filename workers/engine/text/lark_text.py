@@ -64,7 +64,7 @@ _PIECES: Final = regex.compile(
 _ESCAPES: Final = regex.compile(rf"\\(?:(?P<code>{_CODE})|.)", regex.DOTALL)
 _SPACES = r"\t\n\x0b\x0c\r\x20\x85\p{White_Space}"
 _SHORT: Final = {'"': '"', "\\": "\\\\", "\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r"}
-"""What follows the backslash, in a class of an expression."""
+"""Characters that may follow the backslash in a class of an expression."""
 _ESCAPED: Final = (*_SHORT, *(chr(code) for code in range(0x20) if chr(code) not in _SHORT))
 _UNESCAPED = r"[^\x22\x5c\x00-\x1f]"
 """A character that JSON writes as it is."""
@@ -84,7 +84,7 @@ class _Token(NamedTuple):
 
 
 class _Grammar(NamedTuple):
-    """A grammar of Lark: what each name stands for, what is ignored, and what is imported."""
+    """A grammar of Lark: its definitions by name, its ignored texts, and its imports."""
 
     definitions: dict[str, list[_Token]]
     ignored: list[list[_Token]]
@@ -206,7 +206,7 @@ def _import(statement: str, grammar: _Grammar) -> None:
 
 
 def _ignored_in_json(body: list[_Token], grammar: _Grammar) -> str:
-    """Return what is ignored; behind a run of it, a text may begin with an escape."""
+    """Return the pattern of ignored text; behind a run of it, a text may begin with an escape."""
     named = body
     while len(named) == 1 and named[0].text in grammar.definitions:
         named = grammar.definitions[named[0].text]
@@ -326,7 +326,7 @@ def _dot_all(flags: str, *, on: bool) -> bool:
 
 
 def _atom_in_json(atom: str, dot_all: bool) -> str:
-    """Return what matches the spelling in JSON of each character that an atom matches."""
+    """Return the atom that matches the JSON spelling of each character that `atom` matches."""
     read = _ESCAPES.sub(_readable, atom)
     try:
         pattern = regex.compile(read, regex.V1 | (regex.DOTALL if dot_all else 0))

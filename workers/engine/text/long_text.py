@@ -2,7 +2,7 @@
 
 A tokenizer takes a hundred bytes for each character, in C, where nothing stops it. So a text that
 may be far too long is first tokenized in pieces, up to where it has more tokens than are wanted.
-A bound on its characters alone would not do: the longest token of a usual vocabulary has 128, so
+A bound on its characters would not suffice: the longest token of a usual vocabulary has 128, so
 that the context of a large model holds any body; and normalisers drop or join characters, and runs
 of spaces or of unknown characters may be one token.
 """
@@ -40,7 +40,7 @@ async def in_turn(chars: int, work: Callable[[], Result]) -> Result:
 def chars_beyond(
     text: str, limit: int, count: Callable[[str], int], *, from_end: bool = False
 ) -> Beyond | None:
-    """Return what of a text has more than `limit` tokens; `count` tokenizes a piece.
+    """Return a part of a text that has more than `limit` tokens; `count` tokenizes a piece.
 
     None if the text may have fewer, or is too short to matter.
     """

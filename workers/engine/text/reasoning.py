@@ -1,4 +1,4 @@
-"""Reasoning: the part of an answer in which a model thinks, told from the rest by its token ids.
+"""Reasoning: the part of an answer in which a model thinks, recognized by its token ids.
 
 Families mark it in two ways. Most put it between two tokens, of which the template may write the
 first: `<think>` and `</think>`, Mistral's `[THINK]`, Gemma's `<|channel>thought`. In harmony, the
@@ -43,7 +43,7 @@ _SWITCHES: Mapping[str, tuple[bool | str, bool | str]] = {
     "thinking_mode": ("disabled", "enabled"),
     "thinking_option": ("off", "on"),
 }
-"""Variables by which templates switch reasoning off and on."""
+"""Variables of templates that switch reasoning off and on."""
 _EFFORTS = ("reasoning_effort", "thinking_effort")
 _QUOTED = re.compile("[\"']([a-z_]+)[\"']")
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -52,7 +52,7 @@ _PROMPT_END_TOKENS = 32
 
 
 class Part(Enum):
-    """What a token of an answer belongs to."""
+    """The part of an answer that a token belongs to."""
 
     REASONING = auto()
     ANSWER = auto()
@@ -61,7 +61,7 @@ class Part(Enum):
 
 
 class NextToken(NamedTuple):
-    """What may come next in an answer."""
+    """The tokens that may come next in an answer."""
 
     forced: int | None = None
     """The only token that may come."""
@@ -125,7 +125,7 @@ class ReasoningState(ABC):
         return inf if self.budget is None else self.budget - self.reasoning_tokens
 
     def next_token(self) -> NextToken:
-        """Return what may come next."""
+        """Return the tokens that may come next."""
         if self.due or (self.open and self._left <= 0):
             return NextToken(forced=(self.due or self.closing)[0])
         return self._next_free()
@@ -304,7 +304,7 @@ def detect_reasoning(tokenizer: Any, template: str) -> ReasoningState | None:
 
 
 def effort_variables(template: str, effort: str) -> dict[str, Any]:
-    """Return the variables by which a chat template knows a reasoning effort.
+    """Return a chat template's variables for a reasoning effort.
 
     An effort that the template does not know becomes the highest one below it, or its lowest.
     """

@@ -46,13 +46,13 @@ def fault_path(
 
 
 def _keys(node: Any) -> list[Any]:
-    """Return the keys or the indexes of the parts of a schema that may be at fault alone."""
+    """Return the keys or the indexes of the parts of a schema that may each be at fault."""
     keys = range(len(node)) if isinstance(node, list) else node
     return [key for key in keys if key not in _APART and isinstance(node[key], dict | list)]
 
 
 def _only(node: Any, keys: Collection[Any]) -> Any:
-    """Return a schema with these parts alone; those of a list close up."""
+    """Return a schema with only these parts; those of a list close up."""
     if isinstance(node, list):
         return [node[key] for key in keys]
     left_out = {*_keys(node), "required"}.difference(keys)

@@ -97,12 +97,12 @@ _EXACT_INT = 2**53
 _FARTHEST = 2**63 - 1024
 """The largest whole float that fits 64 bits: beyond it llguidance knows no range."""
 _FARTHEST_MULTIPLE = 10**12
-"""Up to here a float has enough digits for the fractions of which a number is a multiple."""
+"""Up to here a float has enough digits for a `multipleOf` with a fraction."""
 _STEP = 1e-9
 """How far within an exclusive bound the range begins; no answer needs a number between."""
 _DIGITS = Context(prec=5000)
 _SET_LIMIT = 8
-"""Values of which a list may have some, each once: 256 lists."""
+"""Values that a list may have, each at most once: 256 lists."""
 REFERENCES_LIMIT = 16
 _UNIONS_LIMIT = 4
 """Unions within unions whose types are looked for; a union may have itself as a member."""
@@ -116,13 +116,13 @@ _BAR = regex.compile(rf"(?:{_APART}|{_GROUP.pattern})(*SKIP)(*FAIL)|\|", regex.D
 def as_held(schema: Any) -> Any:
     """Return a schema whose every answer by llguidance's rules is one by JSON Schema's.
 
-    Raise `UnsupportedGrammar` if there is none.
+    Raise `UnsupportedGrammar` otherwise.
     """
     return _held(schema, schema)
 
 
 def loosened(schema: Any) -> Any:
-    """Return a schema without the keywords that may be what cannot be held."""
+    """Return a schema without the keywords that a grammar may be unable to hold."""
     if not isinstance(schema, Mapping):
         return [loosened(part) for part in schema] if isinstance(schema, list) else schema
     parts = {
@@ -142,7 +142,7 @@ def _mapped(name: str, part: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def resolve(reference: Any, root: Any) -> Any:
-    """Return the target of a reference within a schema; None if there is none."""
+    """Return the target of a reference within a schema; None if it is missing."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     for step in reference.split("/")[1:]:
@@ -239,7 +239,7 @@ def hold_texts(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_lookahead(pattern: str) -> Iterator[str]:
-    """Yield patterns that together mean one that begins by looking ahead; none if it does not.
+    """Yield patterns that together mean a pattern that begins by looking ahead; else nothing.
 
     Such as `^(?=.*[0-9])[a-z0-9]{8,}$` for passwords, or Pydantic's of decimals, which begins with
     `^(?!^[-+.]*$)`. A pattern that looks ahead elsewhere is yielded as it is, and then refused.

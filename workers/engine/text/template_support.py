@@ -1,4 +1,4 @@
-"""The limits of a chat template: what of a history it does not take, and the smallest change there.
+"""The limits of a chat template: histories that it refuses, and the smallest change of each.
 
 OpenAI's API allows any order of messages; templates do not. Gemma 2 takes no system message, Llama
 3 one call at a time, Qwen 3.5 no chat without a user, and Mistral's templates demand that roles
@@ -18,7 +18,7 @@ from workers.engine.text.tool_formats import ToolFormat, to_json, write_calls
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
-"""Renders messages, with tools or without; returns nothing for those that a template rejects."""
+"""Renders messages, with tools or without; returns nothing for messages that a template rejects."""
 
 CALLED, ARGUMENT, _RESULT = "Bravo", "Charlie", "Echo"
 _SHORT_ID: Final = re.compile("[a-zA-Z0-9]{9}")
@@ -26,12 +26,12 @@ _NAMED_ID: Final = re.compile(r"functions\..+:\d+")
 _REASONING: Final = ("reasoning_content", "reasoning")
 _WORD: Final = re.compile(r"Word\d\d")
 BESIDE, BEFORE, IN_TEXT = "beside", "before", "in_text"
-"""Places of a text beside calls: there, in a message of its own, or with the calls as text."""
+"""Places of a text beside calls: there, in a separate message, or with the calls as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateLimits:
-    """What a chat template takes; the default of each field is what OpenAI's API allows."""
+    """The limits of a chat template; the default of each field is the limit of OpenAI's API."""
 
     tool_format: ToolFormat | None = field(default=None, compare=False)
     """The format of the model's calls, which says how calls are written as text, and their ids."""
@@ -78,7 +78,7 @@ class TemplateLimits:
 
     @property
     def changes(self) -> str:
-        """Return the fields that say what is changed, for the log."""
+        """Return the fields that name the changes, for the log."""
         pairs = [(one.name, getattr(self, one.name)) for one in fields(self) if one.compare]
         default = TemplateLimits()
         return " ".join(

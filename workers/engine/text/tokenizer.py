@@ -1,6 +1,6 @@
 """Tokenizer: from messages to tokens, and from tokens to text, for one checkpoint.
 
-It tokenizes what the chat template renders, and runs the picture processor, in the caller's thread
+It tokenizes the rendered chat template, and runs the picture processor, in the caller's thread
 and without MLX arrays.
 
 Control tokens are left out of an answer, except those that mark tool calls for a request with tools
@@ -57,13 +57,13 @@ class PreparedPrompt:
     prefix: Prefix | None = None
     media: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     scope: str | None = None
-    """Prompts of the same scope share what the prefix cache holds; None: it holds nothing."""
+    """Prompts of the same scope share nodes of the prefix cache; None: they use no cache."""
     turn_tokens: int = 0
     """Length up to the end of the last message; 0 if unknown."""
     turn_key: str = ""
     """Key of the prompt up to there; empty without one."""
     closing: tuple[int, ...] = ()
-    """Tokens that end a message, the first of them a control token; empty if there is none."""
+    """Tokens that end a message, the first of them a control token; empty if unknown."""
     continues: bool = False
     """Whether the next prompt of the chat begins with this one and its answer."""
     identity: npt.NDArray[np.int64] = field(

@@ -1,6 +1,6 @@
 """Formats of tool calls: how each family of models writes the calls that its template asks for.
 
-A format is a row of a table: what begins and ends a list of calls, and what stands around the name
+A format is a row of a table: the marks that begin and end a list of calls, and surround the name
 and the arguments of one. Arguments have two shapes: one literal (JSON, Python's keyword arguments
 or Gemma's notation), or a text per argument between tags. `workers.server.tool_calls` reads any
 row of the table while its text arrives. mlx-vlm knows many families by their templates; a format
@@ -35,8 +35,8 @@ class Tags:
     """Arguments as elements, each with a name and the text of its value."""
 
     key: str
-    """Pattern of what precedes a value; its group `key` is the name of the argument, and its group
-    `string`, if it has one, tells whether the value is a text."""
+    """Pattern of the text before a value; its group `key` is the argument's name, and its group
+    `string`, if it has one, matches if the value is a text."""
     end: str
     """Text that ends a value."""
     wrap: tuple[str, str] = ("", "")
@@ -45,7 +45,7 @@ class Tags:
 
 @dataclass(frozen=True)
 class Call:
-    """One way to write a call, by patterns of what stands before and behind its arguments."""
+    """One way to write a call, by patterns of the texts before and after its arguments."""
 
     head: str
     """Its group `name` is the function."""
@@ -53,7 +53,7 @@ class Call:
     tags: Tags | None = None
     """None: the arguments are one literal."""
     bare: bool = False
-    """Whether the call has no arguments."""
+    """Whether the call is without arguments."""
 
     @cached_property
     def head_pattern(self) -> regex.Pattern[str]:
@@ -62,7 +62,7 @@ class Call:
 
     @cached_property
     def lead_pattern(self) -> regex.Pattern[str] | None:
-        """Return the pattern of what may precede the name; None if markup does."""
+        """Return the pattern of the text that may precede the name; None if markup does."""
         lead, found, _ = self.head.partition(_NAME)
         pattern = regex.compile(lead)
         return pattern if found and pattern.fullmatch("") else None
@@ -83,7 +83,7 @@ RECORDS: Final = (
     Call(rf"{_LIST}\{{\s*+(?:{_SCALAR}\s*+,\s*+)*+{_QUOTED_NAME}{_RECORD_END}", bare=True),
     Call(rf"{_LIST}\{{\s*+{_ARGUMENTS}", rf"\s*+,\s*+{_QUOTED_NAME}{_RECORD_END}"),
 )
-"""JSON objects with a name and arguments, in either order, alone or in a list."""
+"""JSON objects with a name and arguments, in either order, single or in a list."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class ToolFormat:
     calls: tuple[Call, ...] = RECORDS
     """Ways to write one; the first that matches holds."""
     strays: tuple[Call, ...] = ()
-    """Ways to write one that are not the format's own, most of them without `begin`."""
+    """Ways to write a call that the format does not define, most of them without `begin`."""
     markers: tuple[tuple[str, ...], ...] = ()
-    """Texts by which the format is known: all of any group stand in the chat template."""
+    """Texts that identify the format: all of any group stand in the chat template."""
     opened: bool = False
     """Whether an answer may begin with a call of a known function, without `begin`."""
     plain: str = ""
@@ -107,7 +107,7 @@ class ToolFormat:
     skip: tuple[str, ...] = ()
     """Texts between calls."""
     quote: str = ""
-    """Text around strings, if it is a token of its own."""
+    """Text around strings, if it is a separate token."""
     short_ids: bool = False
     """Whether the template accepts only ids of nine letters and digits."""
     named_ids: bool = False
@@ -119,7 +119,7 @@ class ToolFormat:
 
     @property
     def style(self) -> str:
-        """Return the style by which a grammar knows the calls; empty if it cannot write them."""
+        """Return the style of the calls in a grammar; empty if a grammar cannot write them."""
         if self.calls == RECORDS and not self.opened and not self.parser:
             return grammar_source.RECORDS
         return grammar_source.FUNCTION_TAGS if self.calls[0] == _FUNCTION_TAGS else ""
@@ -201,9 +201,9 @@ _GEMMA_STRAY: Final = Call(
 )
 _PYTHON_CALL: Final = Call(rf"[\s\[,]*+{_NAME}(?:\.call)?(?=\()")
 _LLAMA4_MARKS: Final = r"(?:<\|python_(?:start|end)\|>)*+"
-"""What may stand before a call if a tokenizer takes these marks for text."""
+"""Texts that may precede a call if a tokenizer takes these marks for text."""
 _NEAR: Final = {"qwen3_coder": "naive", "glm47": "hunyuan3_preview"}
-"""Formats by which mlx-vlm knows a template, and those whose markers tell them from these."""
+"""Formats that mlx-vlm detects in a template, and formats with more specific markers."""
 
 
 def _element(name: str, *calls: Call, **options: Any) -> ToolFormat:
@@ -375,7 +375,7 @@ FORMATS: Final = {
         markers=(("<|open|>", "<|sep|>", "argument"),),
     ),
 }
-"""Formats by family; those that mlx-vlm does not know follow in the order of their search."""
+"""Formats by family; formats that mlx-vlm lacks follow in the order of their search."""
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:
@@ -405,7 +405,7 @@ def detect_tool_format(template: str) -> ToolFormat | None:
 
 
 def write_calls(functions: Sequence[Mapping[str, Any]], tool_format: ToolFormat | None) -> str:
-    """Return calls as a model of this format writes them, or in JSON if the table cannot tell."""
+    """Return calls as a model of this format writes them, or in JSON if the format is unknown."""
     known = tool_format or ToolFormat("", opened=True)
     named = [(one["name"], one["arguments"]) for one in functions]
     if known.calls == (_PYTHON_CALL,):

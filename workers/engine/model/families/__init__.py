@@ -1,4 +1,4 @@
-"""What families of mlx-vlm's language models do otherwise than most: records, found by model type.
+"""Differences between families of mlx-vlm's language models: records, found by model type.
 
 A module has the record of a family, or of several that differ in little.
 """

@@ -16,7 +16,7 @@ class Family:
 
     own_pass: Callable[[Any, mx.array, Sequence[Any]], mx.array] | None = None
     """Runs tokens [rows, L] of a batch at every row's cursor, given language model and caches, in
-    place of mlx-vlm's pass; returns what that would."""
+    place of mlx-vlm's pass; returns the same."""
     own_prefill: bool = False
     """Whether it reads prompts too."""
     adapt: Callable[[RowCache], Any] | None = None
@@ -28,7 +28,7 @@ class Family:
     keeps_positions: bool = False
     """Whether the model keeps the positions of a prompt with pictures; else it returns them."""
     explicit_positions: bool = False
-    """Whether positions alone say where the tokens of a batch stand."""
+    """Whether positions suffice to place the tokens of a batch."""
     compiles: bool = False
     """Whether a pass reads no value on the host, so that it can be compiled."""
     head: HeadFormat | None = None

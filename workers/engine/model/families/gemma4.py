@@ -2,7 +2,7 @@
 
 mlx-vlm's own pass reads the cursors on the host if it reads several tokens, so that a verify would
 wait for the step before, and could not be compiled. This one takes everything from each row's
-cursor. The last layers have no keys and values of their own: each attends to those of the last
+cursor. The last layers share keys and values: each attends to those of the last earlier
 layer of its kind that has. Duck-typed to mlx-vlm's Gemma 4; `tests/model/test_assistant_heads.py`
 compares both.
 """
@@ -50,7 +50,7 @@ def _score(language: Any, hidden: mx.array) -> mx.array:
 
 
 def last_layers(language: Any) -> dict[str, int]:
-    """Return the number of the last layer with keys and values of its own, by its kind."""
+    """Return the number of the last layer that has keys and values, by its kind."""
     own = language.model.layers[: language.model.first_kv_shared_layer_idx]
     return {layer.layer_type: number for number, layer in enumerate(own)}
 

@@ -1,8 +1,8 @@
 """Forward pass of LFM2 that records the windows of its convolutions, on mlx-vlm's own.
 
-A convolution of LFM2 sees the last tokens alone, which are its whole state. mlx-vlm's pass replaces
-them and keeps no history, so that no rejected draft could be rolled back, but it tells what each
-layer has read. Duck-typed to mlx-vlm's LFM2; `tests/model/test_families.py` compares with mlx-lm's.
+A convolution of LFM2 sees only the last tokens, which are its whole state. mlx-vlm's pass replaces
+them and keeps no history, so that no rejected draft could be rolled back, but it returns each
+layer's input. Duck-typed to mlx-vlm's LFM2; `tests/model/test_families.py` compares with mlx-lm's.
 """
 
 from collections.abc import Sequence
