@@ -278,7 +278,7 @@ class Gateway:
             self.lame_duck = True
             if shutdown.lame_duck:
                 await first_of(server, shutdown.forced.wait(), timeout_s=settings.lame_duck_s)
-            self.draining = True
+            self.draining = not shutdown.restart  # the last requests of a restart are served
             await first_of(drained(), shutdown.forced.wait(), timeout_s=settings.drain_timeout_s)
         finally:
             self.lame_duck = self.draining = True

@@ -27,6 +27,8 @@ from paceline.protocol import build_records
 from paceline.wakefulness import awake_while
 
 Result = TypeVar("Result")
+_INHERITED = "GATEWAY_LISTENER"
+"""The variable with the process that begins again, and its listener."""
 _BACKLOG = 2048
 _PROBE_TIMEOUT_S = 1.0
 _SWITCH_INTERVAL_S = 0.001
@@ -104,7 +106,42 @@ async def serve(
             port, fleet = listener.getsockname()[1], await gateway.paired_workers.fingerprint()
             await stack.enter_async_context(announced(settings.host, port, fleet))
         started(Listening(url, admin_url, keyed, settings, lambda: load.requests))
-        await gateway.run_until_drained(shutdown, server.serving, app.proxy.load.idle.wait, app.cut)
+
+        async def drained() -> None:
+            if shutdown.restart:
+                kept = os.dup(listener.fileno())
+                os.environ[_INHERITED] = f"{os.getpid()} {kept}"
+                server.stop_accepting()
+            await load.idle.wait()
+
+        await gateway.run_until_drained(shutdown, server.serving, drained, app.cut)
+        if not shutdown.restart:
+            os.environ.pop(_INHERITED, None)
+
+
+def restart_if_requested() -> None:
+    """Become a new process of the same command, whose listener has kept its queue.
+
+    Clients that have connected meanwhile wait, and are not refused.
+    """
+    if inherited := os.environ.get(_INHERITED):
+        os.set_inheritable(int(inherited.split()[1]), True)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
+
+
+def _inherited(host: str, port: int) -> socket.socket | None:
+    """Return the listener of the process that has begun again, if its address is the same."""
+    process, _, descriptor = os.environ.pop(_INHERITED, "").partition(" ")
+    if process != str(os.getpid()):
+        return None
+    listener = socket.socket(fileno=int(descriptor))
+    listener.set_inheritable(False)
+    bound = listener.getsockname()
+    if port in (0, bound[1]) and bound[0] in {info[4][0] for info in socket.getaddrinfo(host, 0)}:
+        return listener
+    listener.close()
+    return None
 
 
 def _server(app: PortApp, timing: Timing) -> Server:
@@ -123,6 +160,8 @@ async def _listen(
     """Open a listening socket; raise `StartupError` with the remedy if that fails."""
 
     def create() -> socket.socket:
+        if (kept := _inherited(host, port)) is not None:
+            return kept
         socket.getaddrinfo(host, port)  # `create_server` hides that a name is unknown
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::"  # as 0.0.0.0, and as in workers: all addresses of both families

@@ -388,6 +388,13 @@ class Server(uvicorn.Server):
         for connection in tuple(self.server_state.connections):
             connection.check(now_s)  # type: ignore[union-attr]  # all are of this module
 
+    def stop_accepting(self) -> None:
+        """Leave new connections in the queue of the listener, and close those without a request."""
+        for server in self.servers:
+            server.close()
+        for connection in tuple(self.server_state.connections):
+            connection.shutdown()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the listeners, and the connections once their clients have read their responses."""
         for closing in (*self.servers, *(sockets or ())):

@@ -24,9 +24,12 @@ class Shutdown:
         self.forced = asyncio.Event()
         self.lame_duck = False
         """New requests are served for some seconds more, until load balancers have noticed."""
+        self.restart = False
+        """The process begins again afterwards."""
 
-    def request(self, *, lame_duck: bool = False) -> None:
+    def request(self, *, lame_duck: bool = False, restart: bool = False) -> None:
         """Request the shutdown; a second request forces it."""
+        self.restart = restart
         if self.requested.is_set():
             self.forced.set()
         else:
@@ -34,19 +37,21 @@ class Shutdown:
         self.requested.set()
 
     @contextlib.contextmanager
-    def on_signals(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM request the shutdown within the context.
+    def on_signals(self, *, restarts: bool = False) -> Iterator[None]:
+        """Let SIGINT and SIGTERM, and SIGUSR2 for a restart, request it within the context.
 
         The system that also runs the load balancers sends SIGTERM; a person's Ctrl-C does not.
         """
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, self.request)
-        loop.add_signal_handler(signal.SIGTERM, functools.partial(self.request, lame_duck=True))
+        numbers = (signal.SIGINT, signal.SIGTERM, *((signal.SIGUSR2,) if restarts else ()))
+        for number in numbers:
+            meaning = {"lame_duck": number == signal.SIGTERM, "restart": number == signal.SIGUSR2}
+            loop.add_signal_handler(number, functools.partial(self.request, **meaning))
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
 
 async def first_of(

@@ -512,7 +512,7 @@ _add("service status", "Show whether it runs, and where its log is; exit with 1 
 _add(
     "service logs",
     "Print the end of its log.",
-    _option("--lines", "Default: 100.", "N", type=click.IntRange(1, 1_000_000), default=100),
+    _option("--lines", "Default: 100.", "N", type=_number(int), default=100),
     _option("--follow", "Keep printing new lines.", is_flag=True),
 )
 _add("service stop", "Let running requests finish, and stop it until `restart` or the next start.")

@@ -17,15 +17,14 @@ def run(*, url: str, as_json: bool) -> int:
     answer = gateway.read("GET", path)
     if not answer["errors"] and not as_json:
         return print_output("No recent request has failed.")
-    zone = datetime.fromisoformat(answer["errors"][0]["time"]).astimezone().tzname()
-    table = plain_table(f"Time ({zone})", "Reason", "Model", "Worker", "Key, from", "Request")
+    table = plain_table("Time", "Reason", "Model", "Worker", "Key, from", "Request")
     for one in answer["errors"]:
         time = datetime.fromisoformat(one["time"]).astimezone()
         times = f"{one['count']} times: " if one["count"] > 1 else ""
         reason = Text.assemble(times, one["reason"], " ", (f"{one['status']} {one['code']}", "dim"))
         key = f"{one['key_name'] or one['key']} {one['address']}".strip()
         table.add_row(
-            *(f"{time:%m-%d %H:%M:%S}", reason, one["model"], one["worker"], key),
+            *(f"{time:%m-%d %H:%M:%S %Z}", reason, one["model"], one["worker"], key),
             one["request_id"],
         )
     return print_answer(answer, table, as_json=as_json)

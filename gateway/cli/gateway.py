@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from gateway import event_loop
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, secret_source
-from gateway.server import Listening, serve, settle_interpreter
+from gateway.server import Listening, restart_if_requested, serve, settle_interpreter
 from paceline.lifecycle import Shutdown
 
 _UNKEYED = (
@@ -23,6 +23,7 @@ def run(*, settings: Settings) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running requests finish."""
     settle_interpreter()
     event_loop.run(_serve(settings))
+    restart_if_requested()
     return 0
 
 
@@ -40,7 +41,7 @@ async def _serve(settings: Settings) -> None:
         notice = announce_shutdown(shutdown, listening.running_requests, _print)
         notices.append(asyncio.create_task(notice))
 
-    with shutdown.on_signals():
+    with shutdown.on_signals(restarts=True):
         try:
             await serve(settings, shutdown=shutdown, started=started)
         finally:

@@ -58,8 +58,8 @@ def _lines(state: Mapping[str, Any]) -> list[Text]:
         positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
         lines.append(
             Text(
-                f"{mtp['acceptance_rate']:.1%} of drafts accepted (by position: {positions}), "
-                f"{mtp['mean_acceptance_length']:.2f} tokens a step"
+                f"{mtp['acceptance_rate']:.1%} of draft tokens accepted; by position, of all "
+                f"drafts: {positions}; {mtp['mean_acceptance_length']:.2f} tokens a step"
             )
         )
     for what, why in (

@@ -25,7 +25,7 @@ from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import local_url, network_url, secret_source
-from gateway.server import Listening, settle_interpreter
+from gateway.server import Listening, restart_if_requested, settle_interpreter
 from gateway.server import serve as serve_gateway
 from paceline.addresses import is_loopback
 from paceline.lifecycle import Shutdown
@@ -76,12 +76,14 @@ def run(*, settings: Settings, model: str | None, config: str | None) -> int:
         *(("--model", model) if model else ()),
         *(("--config", config) if config else ()),
     )
-    return event_loop.run(_serve(settings, worker_flags))
+    exit_code = event_loop.run(_serve(settings, worker_flags))
+    restart_if_requested()
+    return exit_code
 
 
 async def _serve(settings: Settings, worker_flags: Sequence[str]) -> int:
     shutdown = Shutdown()
-    with shutdown.on_signals():
+    with shutdown.on_signals(restarts=True):
         started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         gateway = asyncio.create_task(
             serve_gateway(settings, shutdown=shutdown, started=started.set_result), name="gateway"

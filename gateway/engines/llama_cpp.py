@@ -5,9 +5,6 @@ By its published API description, and recorded from the one in llama-cpp-python 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from gateway.engines.base import (
     Ask,
     EngineModel,
@@ -18,31 +15,13 @@ from gateway.engines.base import (
     object_of,
 )
 from gateway.engines.openai import MODELS, LocalEngine
-from gateway.protocols.engine_answer import FORMS
-from gateway.protocols.event_stream import count, fact_pattern
+from gateway.protocols.event_stream import count
 from gateway.routing.features import Feature
-from gateway.types import Drafts, Json
+from gateway.types import Json
 
-FACTS = fact_pattern(*FORMS, "timings")
 _LOADED = (None, "loaded", "sleeping")
 """A server with one model does not report it."""
 _MODALITIES = {"vision": Feature.IMAGE, "audio": Feature.AUDIO}
-
-
-def drafts_of_timings(answer: Mapping[str, Any]) -> Drafts | None:
-    """Read the draft counts of the object `timings`; None without any.
-
-    Without `draft_rounds`, every token except accepted drafts counts as a step, so the mean length
-    of a step is rather too low.
-    """
-    timings = object_of(answer.get("timings"))
-    if timings.get("draft_n") is None:
-        return None
-    drafted, accepted = count(timings["draft_n"]), count(timings.get("draft_n_accepted"))
-    steps = count(timings.get("draft_rounds")) or max(
-        0, count(timings.get("predicted_n")) - accepted
-    )
-    return Drafts(steps, drafted, accepted, ()) if accepted <= drafted else None
 
 
 class LlamaCpp(LocalEngine):
@@ -51,8 +30,6 @@ class LlamaCpp(LocalEngine):
     kind = "llama.cpp"
     health = Question("/health")
     default_slots = 4
-    facts = FACTS
-    drafts = staticmethod(drafts_of_timings)
     isolation = Isolation.NO_REUSE
     spellings = (*LocalEngine.spellings, ("repetition_penalty", "repeat_penalty"))
     no_models = "The engine lists no models."

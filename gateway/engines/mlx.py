@@ -19,7 +19,6 @@ from gateway.engines.base import (
     named,
     object_of,
 )
-from gateway.engines.llama_cpp import FACTS, drafts_of_timings
 from gateway.engines.openai import MODELS, LocalEngine
 from gateway.engines.refusals import Phrase
 from gateway.errors import GatewayError
@@ -105,8 +104,6 @@ class MlxVlm(_MlxEngine):
 
     kind = "mlx-vlm"
     health = Question("/health")
-    facts = FACTS
-    drafts = staticmethod(drafts_of_timings)
     isolation = Isolation.CACHE_SALT
 
     async def ask_state(self, ask: Ask) -> EngineState:

@@ -48,7 +48,7 @@ class OpenAIEngine(Engine):
     default_pools: ClassVar[tuple[str, ...]] = ("vlm",)
     default_slots: ClassVar[int] = 8
     """Requests at a time, if neither the engine nor the admin says so."""
-    facts = fact_pattern(*FORMS)
+    facts = fact_pattern(*FORMS, "timings")
     phrases: ClassVar[Sequence[Phrase]] = ()
     """Errors of this kind in words that others do not use."""
     spellings: ClassVar[Sequence[tuple[str, str]]] = ()

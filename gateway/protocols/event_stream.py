@@ -377,7 +377,7 @@ _count = partial(count, most=10_000_000)
 
 
 class AnswerReader:
-    """Reads the facts of answers and of chunks as OpenAI and vLLM spell them.
+    """Reads the facts of answers and of chunks as OpenAI, vLLM and llama.cpp spell them.
 
     An engine that spells its drafts in another way has a reader of its own.
     """
@@ -414,10 +414,10 @@ class AnswerReader:
 
     @staticmethod
     def drafts(answer: Mapping[str, Any]) -> Drafts | None:
-        """Read vLLM's per-request draft counts; None if there are no valid ones."""
+        """Read the draft counts as vLLM has them, or llama.cpp; None if there are no valid ones."""
         counts = _object_at(answer, "metrics").get("speculative_decoding")
         if not isinstance(counts, dict):
-            return None
+            return _drafts_of(_object_at(answer, "timings"))
         names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
         steps, drafted, accepted = (_count(counts.get(name)) for name in names)
         histogram = counts.get("acceptance_histogram")
@@ -425,6 +425,19 @@ class AnswerReader:
         if accepted > drafted:
             return None
         return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
+
+
+def _drafts_of(timings: Mapping[str, Any]) -> Drafts | None:
+    """Read the draft counts of llama.cpp's `timings`; None without any.
+
+    Without `draft_rounds`, every token except accepted drafts counts as a step, so the mean length
+    of a step is rather too low.
+    """
+    if timings.get("draft_n") is None:
+        return None
+    drafted, accepted = count(timings["draft_n"]), count(timings.get("draft_n_accepted"))
+    steps = count(timings.get("draft_rounds")) or count(timings.get("predicted_n")) - accepted
+    return Drafts(max(steps, 0), drafted, accepted, ()) if accepted <= drafted else None
 
 
 def _object_at(answer: Mapping[str, Any], name: str) -> Mapping[str, Any]:

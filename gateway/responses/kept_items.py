@@ -89,8 +89,6 @@ class KeptItems:
                 raise errors.FieldInvalid(problem, param=f"input[{index}].id")
             if name:
                 wanted.add(name)
-        if not wanted:
-            return tuple(items)
         known = {item["id"]: item for item in history if item.get("id") in wanted}
         matches = filter(None, map(_ITEM_ID.fullmatch, wanted - known.keys()))
         names = {f"{'conv' if match[2] else 'resp'}_{match[1]}" for match in matches}

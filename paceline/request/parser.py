@@ -285,29 +285,27 @@ def read_functions(body: Mapping[str, Any], inside: Inside) -> Sequence[Any]:
         raise FieldError("tools", f"'tools' must be a list of at most {TOOLS_LIMIT}.")
     named: dict[str, Any] = {}
     for index, tool in enumerate(tools or ()):
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        at, given = f"tools[{index}]", tool if isinstance(tool, Mapping) else {}
+        kind, function = given.get("type"), given.get("function")
         if kind not in (None, "function"):
             other = " Custom tools work on /v1/responses." if kind == "custom" else ""
             problem = f"'type' is {kind!r:.100}; a chat can only have functions.{other}"
-            raise FieldError(f"tools[{index}].type", problem)
-        function = tool.get("function") if isinstance(tool, Mapping) else None
+            raise FieldError(f"{at}.type", problem)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise FieldError(f"tools[{index}]", "Each tool must be a function with a name.")
+            raise FieldError(at, "Each tool must be a function with a name.")
         if not _TOOL_NAME.fullmatch(function["name"]):
-            raise FieldError(
-                f"tools[{index}].function.name",
-                "'name' must have 1 to 128 characters, without brackets, quotes or line breaks.",
-            )
-        check_keys("CHAT tools", tool, inside, f"tools[{index}]")
-        check_keys("CHAT tools.function", function, inside, f"tools[{index}].function")
-        for name, kind, text in _FUNCTION_FIELDS:
-            if not isinstance(function.get(name), kind | None):
-                raise FieldError(f"tools[{index}].function.{name}", f"'{name}' must be {text}.")
-        check_size(tool, f"tools[{index}]")
+            bounds = "1 to 128 characters, without brackets, quotes or line breaks"
+            raise FieldError(f"{at}.function.name", f"'name' must have {bounds}.")
+        check_keys("CHAT tools", tool, inside, at)
+        check_keys("CHAT tools.function", function, inside, f"{at}.function")
+        for name, of_type, text in _FUNCTION_FIELDS:
+            if not isinstance(function.get(name), of_type | None):
+                raise FieldError(f"{at}.function.{name}", f"'{name}' must be {text}.")
+        check_size(tool, at)
         if named.setdefault(function["name"], function) != function:
             # Nobody could say which one a call means; the same tool again is harmless.
             problem = f"Two different tools are called '{function['name']}'."
-            raise FieldError(f"tools[{index}].function.name", problem)
+            raise FieldError(f"{at}.function.name", problem)
     check_tool_grammars(body)
     return (tools or ()) if body.get("tool_choice") != "none" else ()
 

@@ -204,10 +204,7 @@ def read_ignored(body: Mapping[str, Any], wire: Wire) -> tuple[str, ...]:
             continue
         if name not in always and not any(_same(value, one) for one in neutral.get(name, ())):
             shown = name[:NAME_CHARS]
-            words = _refusal(shown, wire)
-            if wire is Wire.MESSAGES and not words.startswith(shown):
-                words = f"{shown}: {words}"
-            raise FieldError(shown, words)
+            raise FieldError(shown, _refusal(shown, wire))
         ignored.append(name)
     return tuple(ignored)
 

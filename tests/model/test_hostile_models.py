@@ -123,6 +123,12 @@ def test_c4_a_refused_model_ends_the_worker_with_code_3_and_one_sentence(tmp_pat
     ]
 
 
+def test_a_folder_without_a_tokenizer_is_refused_before_kernels_are_compiled(tmp_path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    with pytest.raises(ValueError, match="the tokenizer is missing"):
+        load_checkpoint(tmp_path / "m")
+
+
 def test_c4_a_model_that_fails_after_its_weights_have_loaded_does_not_abort(tmp_path: Path) -> None:
     """MLX aborts a process whose thread ends with streams of its own."""
     shutil.copytree(CHECKPOINT, tmp_path / "model")
@@ -139,6 +145,7 @@ def test_c4_a_model_that_fails_after_its_weights_have_loaded_does_not_abort(tmp_
         ("config.json", {"text_config": {"num_hidden_layers": 1 << 40}}, "num_hidden_layers"),
         ("config.json", {"vision_config": {"depth": 1e12}}, "depth"),
         ("config.json", {"max_position_embeddings": 1, "text_config": None}, "loaded"),
+        ("config.json", {"model_type": "bert_nope"}, "does not support the model type 'bert_nope'"),
         ("generation_config.json", {"max_new_tokens": "many"}, "max_new_tokens"),
         ("model.safetensors.index.json", {"weight_map": {"a": "../a.safetensors"}}, "names other"),
         ("model.safetensors.index.json", {"weight_map": {"a": "a.gguf"}}, "names other"),

@@ -6,11 +6,19 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
+from mlx_vlm.models.qwen3_5.gated_delta import gated_delta_update
 
 from workers.engine.decode.spec_prefill import attention_weights, draft_incompatibility
 from workers.engine.decode.step_graph import State, StepGraph
 from workers.engine.model.checkpoint import Checkpoint
-from workers.engine.model.kv_cache import ArraysCache, KVCache, RecurrentCache, RowCache, capacity
+from workers.engine.model.kv_cache import (
+    ArraysCache,
+    KVCache,
+    RecurrentCache,
+    RowCache,
+    capacity,
+    state_after,
+)
 from workers.engine.model.target import Target
 from workers.engine.startup.probes import probe_native_verify
 
@@ -79,6 +87,29 @@ def test_a_rejected_token_does_not_affect_any_cache(
     )
 
     assert mx.allclose(expected, actual, atol=1e-3).item()
+
+
+def test_a_rollback_repeats_accepted_tokens_to_the_bit(checkpoint: Checkpoint) -> None:
+    """As if the operator of the recurrent layers had had one token after another."""
+    layer = next(one for one in checkpoint.target.language.model.layers if one.is_linear)
+    keys, values = mx.random.normal((2, 5, 2, 32)), mx.random.normal((2, 5, 4, 32))
+    gates, before = mx.random.normal((2, 5, 4)), mx.random.normal((2, 4, 32, 32))
+
+    def read(cache: RecurrentCache, tokens: slice) -> None:
+        inputs = [array[:, tokens] for array in (keys, keys, values, gates, -gates)]
+        attention = layer.linear_attn
+        gated_delta_update(*inputs, attention.A_log, attention.dt_bias, cache=cache)
+
+    verified, decoded = RecurrentCache([keys, before]), RecurrentCache([keys, before])
+    verified.update_window(0, keys, 0)
+    read(verified, slice(0, 5))
+    history = verified.history()[1]
+    for kept in range(1, 6):
+        read(decoded, slice(kept - 1, kept))
+        both = state_after(history, mx.array([kept, 6 - kept]), 5)
+        assert mx.array_equal(both[0], decoded[1][0])
+        assert kept != 3 or mx.array_equal(both[1], decoded[1][1])
+    assert sum(array.nbytes for array in history[1:]) < before.nbytes / 2, "no state but the first"
 
 
 def test_a_compiled_verify_returns_the_scores_of_the_forward_pass(checkpoint: Checkpoint) -> None:

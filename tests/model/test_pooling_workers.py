@@ -1,6 +1,5 @@
 """Embeddings and rerank of real workers behind a gateway, asked by the `openai` package."""
 
-import base64
 import contextlib
 import json
 import threading
@@ -114,11 +113,6 @@ def test_an_answer_has_the_fields_of_openai_and_no_other(stack: Stack) -> None:
     assert headers["x-paceline-worker"] == EMBEDDER.lower()
     assert (headers["x-paceline-pool"], headers["x-paceline-reason"]) == ("embeddings", "endpoint")
     assert headers["x-paceline-ignored"] == "user"
-    packed = stack.post("/v1/embeddings", model=EMBEDDER, input=TEXTS, encoding_format="base64")
-    vectors = [
-        np.frombuffer(base64.b64decode(one["embedding"]), "<f4") for one in packed.json()["data"]
-    ]
-    assert np.allclose(vectors, [one.embedding for one in read.data], atol=1e-8)
 
 
 def test_documents_are_ranked_in_the_shapes_of_jina_and_cohere(stack: Stack) -> None:
@@ -165,19 +159,10 @@ def test_a_text_that_is_too_long_is_refused_or_cut(stack: Stack) -> None:
 
 def test_a_model_is_asked_only_for_what_it_serves(stack: Stack) -> None:
     assert served_models(stack.gateway) == {EMBEDDER: ["embeddings"], RERANKER: ["rerank"]}
-    ranked = {"query": "q", "documents": ["d"]}
-    for response in (
-        stack.post("/v1/rerank", model=EMBEDDER, **ranked),
-        stack.post("/v2/rerank", model=EMBEDDER, **ranked),
-        stack.post("/v1/embeddings", model=RERANKER, input="x"),
-        stack.gateway.chat(model=EMBEDDER),
-        stack.gateway.client.post("/v1/responses", json={"model": RERANKER, "input": "x"}),
-        httpx.post(
-            f"{stack.embedder.url}/v1/chat/completions", json={}, headers=token(), timeout=60
-        ),
-        httpx.post(f"{stack.embedder.url}/v1/rerank", json={}, headers=token(), timeout=60),
-    ):
-        assert status_and_code(response) == (400, "model_not_supported")
+    for path in ("/v1/chat/completions", "/v1/rerank"):
+        url = f"{stack.embedder.url}{path}"
+        refused = httpx.post(url, json={}, headers=token(), timeout=60)
+        assert status_and_code(refused) == (400, "model_not_supported")
 
 
 def token() -> dict[str, str]:

@@ -81,32 +81,6 @@ def test_two_lanes_share_a_single_read_of_a_prefix(make_lanes, submit, prefix_ca
     assert (counts.hits, counts.misses) == (1, 1)
 
 
-def test_a_key_with_other_tokens_is_a_miss(make_lane, submit, ask, prefix_cache) -> None:
-    lane = make_lane(prefix_cache=prefix_cache)
-    ask(lane, "Hello", system=SYSTEM)
-    mismatched = submit(lane, "Hello", system=OTHER)
-    prefix = mismatched.row.prompt.prefix
-    (key,) = prefix_cache._by_key
-    object.__setattr__(prefix, "key", key)
-    run_until_idle(lane)
-
-    assert mismatched.row.cached_tokens == 0
-
-
-def test_least_recently_used_prefixes_are_evicted_at_the_limit(make_lane, ask) -> None:
-    measured = PrefixCache(1 << 30)
-    lane = make_lane(prefix_cache=measured)
-    ask(lane, "Hello", system=SYSTEM)
-    small = PrefixCache(int(measured.size_bytes * 1.5))
-    lane = make_lane(prefix_cache=small)
-    for system in (SYSTEM, OTHER, SYSTEM):
-        last = ask(lane, "Hello", system=system)
-
-    assert lane.counters.report().prefix.hits == 0
-    assert small.keys == (last.row.prompt.prefix.key,)
-    assert small.size_bytes <= measured.size_bytes * 1.5
-
-
 def test_cached_prefixes_use_no_more_memory_than_reported(make_lane, ask) -> None:
     """A view would keep its whole array in memory: all states of a chunk for the last one."""
     prefix_cache = PrefixCache(1 << 30)
@@ -163,18 +137,6 @@ def test_a_prefix_on_disk_survives_a_restart(make_lane, submit, files) -> None:
     assert (cold.row.cached_tokens, warm.row.cached_tokens > 32) == (0, True)
     assert warm.row.answer == cold.row.answer
     assert warm.row.speculation.total() == cold.row.speculation.total()
-
-
-def test_a_run_without_what_comes_before_it_is_not_stored(make_lane, submit, files) -> None:
-    """The run before may have been evicted since it was found in memory."""
-    prompt = run_after_restart(make_lane, submit, files).row.prompt
-    prefix_cache = PrefixCache(1 << 30, PrefixCacheFiles(*files_arguments(files)))
-    first, *others = prefix_cache.prefetch(prompt.scope, prompt.identity)
-    assert others
-    assert not prefix_cache.insert(prompt.scope, prompt.identity, others)
-    assert prefix_cache.size_bytes == 0
-    assert prefix_cache.insert(prompt.scope, prompt.identity, [first, *others])
-    prefix_cache.close()
 
 
 def test_a_damaged_file_is_a_miss_and_is_removed(make_lane, submit, files, tmp_path) -> None:

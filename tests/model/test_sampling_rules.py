@@ -125,6 +125,7 @@ def test_a_bypassed_row_does_not_speculate_and_counts_under_its_reason(
 
 
 def test_requests_without_drafts_because_they_do_not_pay_are_counted(make_lane, submit) -> None:
+    """A request that names its draft length drafts all the same, and does not count."""
     lane = make_lane(clock=itertools.count().__next__)  # every step takes one second
     measured = lane._decoder._draft_length
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
@@ -132,31 +133,19 @@ def test_requests_without_drafts_because_they_do_not_pay_are_counted(make_lane, 
             measured.observe_cost(3, k, cost_s)
     # The first two draft while the batch is small; with the third, drafting does not pay.
     results = [
-        submit(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit)
-        for limit in (60, 60, 12)
+        submit(lane, "Count from 1 to 20.", adaptive=adaptive, max_tokens=limit)
+        for adaptive, limit in ((True, 60), (True, 60), (True, 12), (False, 12))
     ]
     run_until_idle(lane)
     report = lane.counters.report()
 
-    assert [result.end.speculation.steps > 0 for result in results] == [True, True, False]
+    assert [result.end.speculation.steps > 0 for result in results] == [True, True, False, True]
     assert report.bypass_counts == {"mtp_not_paying": 1}
     assert report.draft_tokens_by_rows[2] == 0 < report.draft_tokens_by_rows[0]
     assert (report.drafting_pays(1), report.drafting_pays(3)) == (True, False)
     assert report.effective_draft_tokens == report.draft_tokens_by_rows[0], (
         "an idle lane reports the length for one row"
     )
-
-
-def test_a_request_with_draft_tokens_drafts_even_if_that_does_not_pay(make_lane, submit) -> None:
-    lane = make_lane(clock=itertools.count().__next__)
-    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
-        for _ in range(SAMPLES):
-            lane._decoder._draft_length.observe_cost(3, k, cost_s)
-    results = [submit(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
-    run_until_idle(lane)
-
-    assert results[2].end.speculation.steps > 0
-    assert lane.counters.report().bypass_counts == {}
 
 
 class RecordingDraftLength(DraftLength):

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
+from paceline.http import paired_tls
 from tests.support.openai_requests import TEXT, text_body
 from tests.support.paceline_process import TIMEOUT_S
+from tests.support.pairing import Paired, paired
 from tests.support.running_gateway import RunningGateway, wait_until
-from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.served_engine import running_gateway, served
 from tests.support.worker_process import RunningWorker, running_worker
 from workers.engine.engine import Engine
@@ -31,6 +32,16 @@ class Fleet:
     workers: dict[str, RunningWorker]
     process: subprocess.Popen[str]
     """Of the worker `a`."""
+    pairings: dict[str, Paired]
+
+    def client_at(self, worker_id: str) -> httpx.Client:
+        """Return a client of the port of a worker, with its own certificate and token."""
+        pairing, tls = self.pairings[worker_id], paired_tls()
+        tls.check_hostname = False
+        pairing.identity.load(tls)
+        headers = {"authorization": f"Bearer {pairing.pairing.token}"}
+        url = self.workers[worker_id].url
+        return httpx.Client(base_url=url, timeout=60, headers=headers, verify=tls)
 
     @property
     def url(self) -> str:
@@ -60,15 +71,20 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def fleet(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Yield a gateway with a worker process, which the last test kills, and the engine of here."""
+    """Yield a gateway with a worker process, which the last test kills, and the engine of here.
+
+    Both have paired with the gateway.
+    """
     with contextlib.ExitStack() as stack:
         gateway = stack.enter_context(running_gateway(tmp_path_factory.mktemp("fleet")))
-        flags = ("--id", "a", "--join", gateway.url)
-        token = {"PACELINE_JOIN_TOKEN": JOIN_TOKEN}
-        a = stack.enter_context(running_worker(*flags, environment=token))
-        b = stack.enter_context(served(engine, "b", join=gateway.url))
+        folders = {name: tmp_path_factory.mktemp(name) for name in ("a", "b")}
+        pairings = {name: paired(gateway, folder, name) for name, folder in folders.items()}
+        state = {"PACELINE_STATE_DIR": str(folders["a"])}
+        a = stack.enter_context(running_worker("--join", gateway.url, environment=state))
+        b = stack.enter_context(served(engine, "b", join=gateway.url, paired=pairings["b"]))
         wait_until_joined(gateway, {"a", "b"})
-        yield Fleet(gateway=gateway, workers={"a": a, "b": b}, process=a.process)
+        workers = {"a": a, "b": b}
+        yield Fleet(gateway=gateway, workers=workers, process=a.process, pairings=pairings)
 
 
 def wait_until_joined(gateway: RunningGateway, expected: set[str]) -> None:
@@ -150,32 +166,6 @@ async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: 
     assert stream.complete
 
 
-def test_requests_with_one_system_prompt_run_on_the_worker_that_cached_it(fleet: Fleet) -> None:
-    """The usage of the worker shows that both of its lanes have the prompt cached."""
-    with httpx.Client(base_url=fleet.url, timeout=60) as client:
-        for number in range(2):
-            system = f"You are clerk number {number} of a small harbour. " + 12 * (
-                "Ships come in with the tide and go out with the wind. "
-            )
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": TEXT}]
-            body = {"model": fleet.model, "messages": messages, "max_tokens": 4}
-            responses = [
-                client.post(
-                    "/v1/chat/completions", json={**body, "temperature": temperature}
-                ).raise_for_status()
-                for temperature in (0, 0, 1)
-            ]
-            prefix_results = [response.headers["x-paceline-prefix"] for response in responses]
-            cached = [
-                response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-                for response in responses
-            ]
-            assert len({response.headers["x-paceline-worker"] for response in responses}) == 1
-            assert prefix_results == ["miss", "hit", "hit"]
-            assert cached[0] == 0
-            assert cached[1] == cached[2] > 100
-
-
 def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -> None:
     """The usage of the worker shows that it read the new message alone."""
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
@@ -202,8 +192,7 @@ def test_each_turn_of_a_conversation_runs_where_the_last_one_was(fleet: Fleet) -
 
 def reused_tokens(fleet: Fleet, worker_id: str) -> Counter[str]:
     """Return how many tokens a worker has not read again, by kind."""
-    url, headers = fleet.workers[worker_id].url, {"authorization": f"Bearer {JOIN_TOKEN}"}
-    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+    with fleet.client_at(worker_id) as client:
         lanes = client.get("/v1/status").raise_for_status().json()["lanes"]
     kinds: Counter[str] = Counter()
     for lane in lanes.values():
@@ -240,8 +229,7 @@ def test_a_conversation_goes_on_where_its_worker_is_drained(fleet: Fleet) -> Non
     reused = reused_tokens(fleet, taker) - before[taker]
     assert reused.total() == cached_tokens >= first_prompt_tokens
     assert cached_tokens - reused["moved"] < MIN_TOKENS, "of other chats: too few to start from"
-    url, headers = fleet.workers[taker].url, {"authorization": f"Bearer {JOIN_TOKEN}"}
-    with httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+    with fleet.client_at(taker) as client:
         cold = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()
     assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "of another scope"
     assert second.json()["choices"] == cold["choices"]

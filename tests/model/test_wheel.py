@@ -1,48 +1,34 @@
-"""The wheel, installed by uv into an empty environment: `paceline up` serves as in a clone.
+"""The wheel, installed by uv into an empty environment: `paceline up` serves as in a clone."""
 
-The environment holds the wheel only. It borrows the other packages from that of the tests: to
-install these takes longer, and needs an index.
-"""
-
-import os
-import shutil
 import signal
 import subprocess
-import sys
-import sysconfig
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
 from paceline.installation import commit_of
-from tests.support.paceline_process import TIMEOUT_S, UpProcess
+from tests.support.paceline_process import READY, TIMEOUT_S, UpProcess
 from tests.support.pdfs import base64_pdf, pdf
-from tests.support.wheel import ROOT, VERSION, build_wheel
-from tests.support.worker_process import environment_without_paceline
+from tests.support.wheel import (
+    ROOT,
+    VERSION,
+    bare_environment,
+    build_wheel,
+    install_wheel,
+)
 
 BLAS = [*Path("/usr/lib").glob("*/openblas-pthread/libblas.so.3")]
-_BORROWED = "borrowed.pth"
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     """Install the wheel; return its command `paceline`."""
     folder = tmp_path_factory.mktemp("wheel")
-    search = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    if (uv := shutil.which("uv", path=search)) is None:
-        pytest.skip("uv is not installed")
-    wheel = build_wheel(folder / "dist")
-    python = folder / "env/bin/python"
-    for command in (
-        ("venv", "--python", sys.executable, folder / "env"),
-        ("pip", "install", "--offline", "--no-deps", "--python", python, wheel),
-    ):
-        subprocess.run([uv, "--no-cache", *command], check=True, capture_output=True)
-    packages = sysconfig.get_path("purelib", vars={"base": str(folder / "env")})
-    (Path(packages) / _BORROWED).write_text(sysconfig.get_path("purelib"))
-    return python.with_name("paceline")
+    return install_wheel(build_wheel(folder / "dist"), folder / "env")
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +52,6 @@ def up(program, tmp_path_factory) -> Iterator[UpProcess]:
             process.wait(TIMEOUT_S)
         finally:
             process.kill()
-
-
-def bare_environment() -> dict[str, str]:
-    """Return the environment of a shell that knows neither the clone nor OpenBLAS."""
-    given = environment_without_paceline()
-    own = ("PYTHONPATH", "WITH_BLAS", "LD_PRELOAD", "VIRTUAL_ENV")
-    return {name: value for name, value in given.items() if name not in own}
 
 
 def test_the_version_of_the_wheel_names_the_commit_that_it_was_built_from(program: Path) -> None:
@@ -123,3 +102,26 @@ def test_the_processes_of_the_wheel_import_nothing_from_the_folder_that_they_run
 @pytest.mark.skipif(not BLAS, reason="OpenBLAS is not installed")
 def test_its_worker_computes_with_openblas(up: UpProcess) -> None:
     assert str(BLAS[0].resolve()) in Path(f"/proc/{up.worker_pid()}/maps").read_text()
+
+
+def test_f35_a_restart_ends_its_streams_first_and_lets_new_connections_wait(up: UpProcess) -> None:
+    body = {
+        "model": up.model,
+        "messages": [{"role": "user", "content": "Count from 1 to 60."}],
+        "temperature": 0,
+        "stream": True,
+    }
+    path = f"{up.url}/v1/chat/completions"
+    with httpx.stream("POST", path, json=body, timeout=TIMEOUT_S) as stream:
+        events = stream.iter_text()
+        received = next(events)
+        up.process.send_signal(signal.SIGUSR2)
+        begun_s = time.monotonic()
+        up.wait_for(r"^Shutting down")
+        with ThreadPoolExecutor() as others:
+            waiting = others.submit(httpx.get, f"{up.url}/v1/status", timeout=TIMEOUT_S)
+            received += "".join(events)
+            uptime_s = waiting.result().json()["gateway"]["uptime_s"]
+            assert uptime_s < time.monotonic() - begun_s, "it is an answer of the new process"
+    assert received.endswith("data: [DONE]\n\n")
+    assert up.wait_for(READY, times=2)[1] == up.url

@@ -140,11 +140,6 @@ async def test_a_stream_has_the_text_and_usage_of_a_complete_answer(chat, stream
     assert chunks[-1].usage == complete.usage
 
 
-async def test_an_answer_without_speculation_has_times_alone(chat: Chat) -> None:
-    answer = await chat(max_tokens=4, extra_body={"draft_tokens": 0})
-    assert answer.model_extra["metrics"].keys() == {"generation_time_ms", "mean_itl_ms"}
-
-
 async def test_each_of_several_choices_equals_a_single_choice_with_its_seed(chat, stream) -> None:
     combined = await chat(max_tokens=12, n=3, seed=40)
     single = [await chat(max_tokens=12, seed=40 + index) for index in range(3)]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from tests.support.maker_types import read_whole_and_streamed
 from tests.support.scripted_engine import ScriptedEngine, text_events, worker_client
-from tests.support.worker_process import SUPPRESS_END_TOKENS, byte_token
+from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.demo import CHECKPOINT
 from workers.engine.types import Delta, ScoredToken, TokenLogprob
 
@@ -144,15 +144,6 @@ async def test_logprobs_have_the_completions_shape_and_equal_offsets_in_a_stream
     assert [len(top) for top in whole.top_logprobs] == [2] * 6
     assert [token for piece in pieces for token in piece.tokens] == whole.tokens
     assert [at for piece in pieces for at in piece.text_offset] == whole.text_offset
-
-
-async def test_the_offset_does_not_advance_within_an_incomplete_character(complete) -> None:
-    bias = {str(byte_token(0xF0)): 100}
-    answer = await complete(max_tokens=3, temperature=0, logprobs=1, logit_bias=bias)
-    (choice,) = answer.choices
-    assert choice.text == "\ufffd" * 3
-    assert choice.logprobs.text_offset == [0, 0, 0]
-    assert choice.logprobs.tokens == ["\\xf0"] * 3
 
 
 async def test_alternatives_that_are_incomplete_characters_have_distinct_names() -> None:

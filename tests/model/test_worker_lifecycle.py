@@ -176,7 +176,7 @@ def test_after_sigterm_streams_finish_until_a_second_signal_ends_them(worker) ->
         while client.get("/readyz").status_code != 503:
             pass
         rejected = client.post("/v1/chat/completions", json={"model": worker.model, **STORY})
-        assert rejected.status_code == 503
+        assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
         rest = list(story)
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 100

@@ -1,17 +1,21 @@
 """The side of a worker in a pairing, for tests of gateways."""
 
 import hmac
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 
+from paceline.certificates import Identity, identity_file
 from paceline.pairing import (
     PAIRING_PATH,
+    PAIRINGS,
     Pairing,
     PairingAnswer,
     PairingSide,
     PairingWrong,
     SessionKeys,
+    pairings_file,
     seal,
     unseal,
 )
@@ -68,3 +72,28 @@ def pair(
     key = seal(public_key, exchange.keys.worker_sealing) if public_key else ""
     sealed = finish(at or gateway, exchange.keys.worker_proof, key).json()["sealed"]
     return Pairing.model_validate_json(unseal(sealed, exchange.keys.sealing))
+
+
+class Paired(NamedTuple):
+    """A pairing, and the file with the identity of its worker."""
+
+    pairing: Pairing
+    file: Path
+
+    @property
+    def identity(self) -> Identity:
+        return Identity.model_validate_json(self.file.read_bytes())
+
+
+def paired(gateway: RunningGateway, folder: Path, name: str, *, with_key: bool = True) -> Paired:
+    """Pair as `paceline join` does with a new state folder; without a key, as an older version."""
+    identity = Identity.new()
+    key = identity.public_key if with_key else ""
+    pairing = pair(gateway, show_code(gateway), name, public_key=key)
+    file = identity_file(folder, gateway.url, name)
+    if with_key:
+        identity = identity.renewed(pairing.certificate, pairing.authority)
+        file.write_text(identity.model_dump_json())
+    pairing = pairing.model_copy(update={"gateway_url": gateway.url})
+    pairings_file(folder).write_bytes(PAIRINGS.dump_json((pairing,)))
+    return Paired(pairing, file)

@@ -104,7 +104,7 @@ def second_machine(
     Meanwhile the network of this thread, and of what it starts, is one of its own.
     """
     command = [*_ISOLATED, "sh", "-c", _START, "sh", str(program), *arguments]
-    with _private_network(), subprocess.Popen(command, stdin=stdin) as process:
+    with private_network(), subprocess.Popen(command, stdin=stdin) as process:
         try:
             own = _NETWORK.readlink()
             wait_until(lambda: Path(f"/proc/{process.pid}/ns/net").readlink() != own)
@@ -114,7 +114,7 @@ def second_machine(
 
 
 @contextlib.contextmanager
-def _private_network() -> Iterator[None]:
+def private_network() -> Iterator[None]:
     with _NETWORK.open() as before:
         if _LIBRARY.unshare(_NEW_NETWORK):
             raise OSError(ctypes.get_errno(), "no namespace")

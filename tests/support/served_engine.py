@@ -19,6 +19,7 @@ from pydantic import SecretStr
 from paceline.lifecycle import Shutdown
 from tests.support.gateway_fixtures import remove_settings
 from tests.support.heartbeats import repeated
+from tests.support.pairing import Paired
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN
 from tests.support.worker_process import RunningWorker
@@ -26,6 +27,7 @@ from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.types import EngineSettings
 from workers.heartbeat import Membership, joined
+from workers.identity import WorkerIdentity
 from workers.server.engines import RunningEngine
 from workers.server.pictures import PictureMemory
 from workers.server.runtime import Worker
@@ -63,9 +65,13 @@ def running_engine(model: Path = CHECKPOINT, **settings: Any) -> Iterator[Engine
 
 
 @contextlib.contextmanager
-def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator[ServedWorker]:
+def served(
+    engine: RunningEngine, worker_id: str, *, join: str = "", paired: Paired | None = None
+) -> Iterator[ServedWorker]:
     """Serve an engine at a free port; with the address of a gateway, join that."""
-    token = SecretStr(JOIN_TOKEN) if join else None
+    pairing = paired.pairing if paired else None
+    token = SecretStr(pairing.token if pairing else JOIN_TOKEN) if join else None
+    identity = WorkerIdentity(paired.file) if paired else None
     ready: Future[tuple[asyncio.AbstractEventLoop, Shutdown]] = Future()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -84,6 +90,7 @@ def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator
             worker_id=worker_id,
             report=worker.report,
             changed=worker.changed,
+            identity=identity,
         )
 
         async def main() -> None:
@@ -93,6 +100,8 @@ def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator
                     worker,
                     listener,
                     token=token,
+                    nodes_key=pairing.nodes_key if pairing else "",
+                    identity=identity,
                     shutdown=shutdown,
                     on_ready=lambda: ready.set_result((loop, shutdown)),
                 )
@@ -106,7 +115,7 @@ def served(engine: RunningEngine, worker_id: str, *, join: str = "") -> Iterator
         loop, shutdown = ready.result(_END_S)
         try:
             yield ServedWorker(
-                url=worker.url,
+                url=identity.url(worker.url) if identity else worker.url,
                 worker_id=worker_id,
                 model=engine.card.model,
                 lanes=tuple(engine.card.lanes),

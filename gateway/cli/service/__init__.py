@@ -87,7 +87,7 @@ def stop() -> int:
 def restart() -> int:
     """Let running requests end, and start the service again."""
     _installed(to_change=True).restart()
-    click.echo("The service has restarted.")
+    click.echo("The service restarts once its running requests have ended.")
     return 0
 
 

@@ -46,7 +46,7 @@ def main(folder: str, arguments: Sequence[str]) -> int:
     except OSError as error:
         tell(f"cannot start in {folder}: {error.strerror}")
         return 1
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, lambda number, _frame: child.send_signal(number))
     tell(f"starts `paceline {' '.join(arguments)}` (process {child.pid})")
     reader = threading.Thread(target=copy, daemon=True)

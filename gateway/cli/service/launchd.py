@@ -64,7 +64,11 @@ class Launchd:
         return int(process[1]) if process else 0, ended[1] if ended else ""
 
     def restart(self) -> None:
-        """Stop the service and start it again; load it if somebody has unloaded it."""
+        """Start the service again, a running gateway in its process; load an unloaded one."""
+        words = plistlib.loads(self.definition.read_bytes())["ProgramArguments"]
+        if self.state()[0] and "worker" not in words:
+            call("launchctl", "kill", "SIGUSR2", self._target)
+            return
         self.stop()
         if call("launchctl", "kickstart", "-k", self._target, may_fail=True).returncode:
             call("launchctl", "bootstrap", self._domain, str(self.definition))

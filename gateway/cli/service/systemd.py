@@ -17,7 +17,7 @@ StartLimitIntervalSec=0
 [Service]
 Type=exec
 ExecStart=:{}
-Environment={}
+{}Environment={}
 Restart=on-failure
 RestartSec={}
 TimeoutStopSec={}
@@ -41,8 +41,9 @@ class Systemd:
     def install(self, command: Sequence[str], environment: Mapping[str, str], stop_s: int) -> str:
         """Start the service, in place of an older one; return a warning, or nothing."""
         variables = (f"{name}={value}" for name, value in environment.items())
+        reload = "" if "worker" in command else "ExecReload=kill -USR2 $MAINPID\n"
         definition = _DEFINITION.format(
-            _quoted(*command), _quoted(*variables), RESTART_DELAY_S, stop_s
+            _quoted(*command), reload, _quoted(*variables), RESTART_DELAY_S, stop_s
         )
         _systemctl("show-environment")  # fails, before anything is written, without systemd
         self.definition.parent.mkdir(parents=True, exist_ok=True)
@@ -66,8 +67,8 @@ class Systemd:
         _systemctl("stop", _UNIT)
 
     def restart(self) -> None:
-        """Restart the unit."""
-        _systemctl("restart", _UNIT)
+        """Restart the unit; a gateway that runs begins again in its process."""
+        _systemctl("reload-or-restart", _UNIT)
 
     def uninstall(self) -> None:
         """Stop the unit and delete it."""

@@ -144,6 +144,8 @@ def error_body(error: errors.GatewayError) -> bytes:
     other = "invalid_request_error" if error.status < 500 else "api_error"
     kind = _ERROR_TYPES.get(error.status, other)
     message = error.message
+    if error.param and error.param.casefold() not in message.casefold():
+        message = f"{error.param}: {message}"  # the shape has no other place for it
     if error.code == errors.CONTEXT_OVERFLOW:
         # In the words by which Claude Code knows that it must shorten a conversation.
         message = "prompt is too long: it exceeds the context of the model"

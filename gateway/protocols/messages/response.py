@@ -53,8 +53,7 @@ def content_of(choice: Mapping[str, Any], sign: Callable[[str], str] | None) -> 
     for call in objects_in(message, "tool_calls"):
         function = object_in(call, "function")
         arguments = text_in(function, "arguments")
-        given = arguments_in(arguments if cut else arguments or "{}")
-        if given is None and cut:
+        if (given := arguments_in(arguments)) is None and cut:
             continue
         if given is None:
             given = {"arguments": arguments}  # the client tells the model what is wrong

@@ -335,8 +335,6 @@ class _OpenItem:
         kind = self.kind
         if kind.is_call and arguments_in(self.text) is not None:
             status = "completed"  # the limit came behind it
-        elif kind.is_call and status == "completed" and not self._pieces:
-            yield from self.add("{}", ())
         value = kind.read(self.text)
         if kind.read is custom_input and value:
             yield self._of_text("delta", (), delta=value)

@@ -20,6 +20,7 @@ from tests.support.running_gateway import running_server
 from tests.support.scripted_worker import JOIN_TOKEN
 from workers.heartbeat import NotAdmitted, wait_for_gateway
 from workers.server.main import read_settings
+from workers.server.start import _identity_of
 
 URL = "http://192.0.2.7:9200"
 
@@ -72,6 +73,31 @@ def test_a_mac_pairs_once_by_a_code_and_its_worker_needs_no_token(
         main(["join", url])
     with pytest.raises(InvalidSettings, match="cannot be used"):
         read_settings(["--join", url])
+
+
+def test_a_paired_worker_finds_its_certificate_or_does_not_start(
+    gateway, enter, monkeypatch, tmp_path
+) -> None:
+    url = gateway.url
+    enter(show_code(gateway))
+    became(url, "--id", "studio")
+    (file,) = tmp_path.glob("identity-*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    identity = _identity_of(read_settings(["--join", url]))
+    assert identity is not None
+    assert identity.url(URL) == "https://192.0.2.7:9200"
+    assert _identity_of(read_settings(["--join", url, "--token", "of-all"])) is None
+    file.write_text("{}")
+    with pytest.raises(InvalidSettings, match=r"is damaged\. Pair again: paceline join http"):
+        _identity_of(read_settings(["--join", url]))
+    real = join.exchange
+    older = lambda *given: real(*given).model_copy(update={"certificate": ""})  # noqa: E731
+    monkeypatch.setattr(join, "exchange", older)
+    enter(show_code(gateway))
+    became(url, "--id", "studio")
+    identity = _identity_of(read_settings(["--join", url]))
+    assert identity is not None
+    assert identity.url(URL) == URL, "a gateway of an older version has sent none"
 
 
 def test_a_worker_whose_pairing_has_ended_says_so_and_pairs_again(gateway, enter) -> None:

@@ -31,7 +31,7 @@ print) # what ends does so after it has been asked for once
     cat loaded 2>/dev/null || exit 113
     ;;
 bootstrap) state 4711 '(never exited)' >loaded ;;
-kill) touch ending && state none 0 >loaded ;;
+kill) [ "$2" = SIGUSR2 ] || { touch ending && state none 0 >loaded; } ;;
 kickstart) [ ! -e ending ] && [ -e loaded ] && state 4712 0 >loaded ;;
 bootout) [ ! -e ending ] && rm -f loaded && touch leaving ;;
 esac
@@ -48,6 +48,7 @@ case "$*" in
 *"$REFUSED"*) echo "Failed to connect to bus: no medium" >&2 && exit 1 ;;
 esac
 """
+RESTART_AND_STOP = "reload-or-restart", "stop"
 RUNNING = "MainPID=4711\nExecMainStatus=0\nExecMainExitTimestampMonotonic=0\n"
 FAILED = "MainPID=0\nExecMainStatus=2\nExecMainExitTimestampMonotonic=123\n"
 
@@ -138,17 +139,19 @@ def test_launchd_gets_an_interactive_job_with_absolute_paths_that_outlives_a_fai
     loading = [f"enable {domain}/paceline", f"bootstrap {domain} {plist}"]
     assert mac.calls() == [f"bootout {domain}/paceline", *loading]
     assert mac.run("status").startswith("The service runs (process 4711).\n")
+    assert mac.run("restart") == "The service restarts once its running requests have ended.\n"
+    assert mac.calls() == [f"kill SIGUSR2 {domain}/paceline"]
     # Running requests end before launchd kills anything.
-    assert mac.run("restart") == "The service has restarted.\n"
     ending = f"kill SIGTERM {domain}/paceline"
-    assert mac.calls() == [ending, f"kickstart -k {domain}/paceline"]
-    assert "runs (process 4712); its last exit code was 0.\n" in mac.run("status")
     assert mac.run("stop").startswith("The service has stopped;")
     assert mac.calls() == [ending]
     mac.run("restart")
     assert mac.calls()[-1] == f"kickstart -k {domain}/paceline"
-    mac.run("install")
+    assert "runs (process 4712); its last exit code was 0.\n" in mac.run("status")
+    mac.run("install", "worker")
     assert mac.calls() == [ending, f"bootout {domain}/paceline", *loading]
+    mac.run("restart")
+    assert mac.calls() == [ending, f"kickstart -k {domain}/paceline"], "a worker keeps no queue"
     mac.run("uninstall")
     assert mac.calls() == [ending, f"bootout {domain}/paceline"]
     assert not plist.exists()
@@ -196,6 +199,7 @@ def test_systemd_gets_a_unit_that_it_verifies_and_lets_it_linger(linux, monkeypa
     started += [f"{user} restart paceline.service", "loginctl enable-linger"]
     assert linux.calls() == started
     unit = linux.unit.read_text()
+    assert "ExecReload=kill -USR2 $MAINPID\n" in unit
     keeping = ("StartLimitIntervalSec=0", "Restart=on-failure", "RestartSec=10", "KillMode=mixed")
     lines = {*unit.splitlines()}
     assert lines > {*keeping, "TimeoutStopSec=3600", "Type=exec", "WantedBy=default.target"}
@@ -213,7 +217,7 @@ def test_systemd_gets_a_unit_that_it_verifies_and_lets_it_linger(linux, monkeypa
         assert (checked.returncode, checked.stderr) == (0, "")
     linux.run("restart")
     linux.run("stop")
-    assert linux.calls() == [f"{user} {verb} paceline.service" for verb in ("restart", "stop")]
+    assert linux.calls() == [f"{user} {verb} paceline.service" for verb in RESTART_AND_STOP]
     assert linux.run("status").startswith("The service runs (process 4711).\n")
     (linux.home / "shown").write_text(FAILED)
     failed = linux.run("status")
@@ -333,7 +337,7 @@ def test_an_upgrade_names_what_it_needs(linux, installed, monkeypatch) -> None:
         (("install", "--system"), "--system is only for macOS"),
         (("status",), "No service is installed; `paceline service install` installs it."),
         (("logs",), "No service is installed"),
-        (("logs", "--lines", "0"), "--lines: 0 is not in the range"),
+        (("logs", "--lines", "0"), "--lines: '0' is not a number above 0"),
         (("stop",), "No service is installed"),
         (("restart",), "No service is installed"),
         (("uninstall",), "No service is installed"),
@@ -349,7 +353,9 @@ def test_what_cannot_work_is_refused_before_anything_changes(linux, arguments, e
 def test_errors_of_the_system_reach_the_terminal_in_one_line(linux, monkeypatch) -> None:
     linux.run("install", "gateway")
     monkeypatch.setenv("REFUSED", "restart")
-    problem = "`systemctl --user restart paceline.service` failed: Failed to connect to bus"
+    problem = (
+        "`systemctl --user reload-or-restart paceline.service` failed: Failed to connect to bus"
+    )
     assert problem in linux.run("restart")
     (linux.home / "bin/systemctl").unlink()
     monkeypatch.setenv("PATH", str(linux.home / "bin"))
@@ -391,6 +397,8 @@ def test_the_installed_service_logs_drains_and_passes_its_exit_code_on(linux) ->
     del environment["PACELINE_STATE_DIR"]
     with subprocess.Popen(command, env=environment, cwd="/") as service:
         wait_until(lambda: log.exists() and "Paceline listens on" in log.read_text())
+        service.send_signal(signal.SIGUSR2)
+        wait_until(lambda: log.read_text().count("Paceline listens on") == 2)
         service.send_signal(signal.SIGTERM)
         assert service.wait() == 0
     text = log.read_text()

@@ -57,9 +57,13 @@ def test_no_column_vanishes_and_no_name_date_or_id_is_cut_in_two(
         assert max(map(len, printed.splitlines())) <= columns or columns == 200, printed
         assert main([*command.split(), *url, "--json"]) == 0
         assert json.loads(capsys.readouterr().out), command
+    zone, failure = f"{datetime.now(UTC).astimezone():%Z}", failed.headers["x-request-id"]
     for command, names in (
         ("status", ("fake-a ready", "text-mtp", "Waiting", "Per step", "temperature above 0 (1)")),
-        ("errors", (failed.headers["x-request-id"], "Ann-of-the-laboratory", "worker_failed")),
+        (
+            "errors",
+            (failure, "Ann-of-the-laboratory", "worker_failed", zone),
+        ),
         ("keys list", ("Ann-of-the-laboratory", "laboratory", "May use", "Limits")),
         ("keys usage", (f"{datetime.now(UTC):%Y-%m-%d}", "Ann-of-the-laboratory", "Estimated")),
         ("policy history", ("Version" if columns == 200 else "1\n", "When")),

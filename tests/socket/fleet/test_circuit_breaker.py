@@ -127,17 +127,6 @@ def test_f22_the_last_worker_is_never_ejected_and_no_worker_returns_503_at_once(
     assert gateway_with_worker.status()["pools"]["vlm"]["waiting"] == 0
 
 
-def test_f20_an_ejected_worker_answers_what_the_last_healthy_one_fails(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
-) -> None:
-    worker.script = BROKEN
-    gateway_with_worker.join(second_worker)
-    chat_until_ejected(gateway_with_worker)
-    worker.script, second_worker.script = Script(), BROKEN
-    answer = gateway_with_worker.chat()
-    assert (answer.status_code, answer.headers["x-paceline-worker"]) == (200, "fake-a")
-
-
 def test_f22_f28_when_all_refuse_connections_each_is_tried_once_and_the_client_gets_retry_after(
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway import server
 from gateway.assembly import Gateway
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import StoredSecret, ensure_secrets, secret_file
@@ -208,3 +210,24 @@ def test_c3_the_gateway_prints_a_link_with_the_stored_key_on_a_terminal_only(
         assert (given or file.read_text()) not in "\n".join(gateway.lines)
     else:
         assert page == f"{url}/admin#admin-key={file.read_text()}"
+
+
+def test_a_restart_keeps_its_listener_unless_the_settings_have_another_address(monkeypatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        own = listener.getsockname()[1]
+        for process, host, port, kept in (
+            (os.getpid(), "127.0.0.1", own, True),
+            (os.getpid(), "localhost", 0, True),
+            (os.getpid(), "127.0.0.1", own - 1, False),
+            (os.getpid(), "0.0.0.0", own, False),
+            (1, "127.0.0.1", own, False),
+        ):
+            descriptor = os.dup(listener.fileno())
+            monkeypatch.setenv(server._INHERITED, f"{process} {descriptor}")
+            inherited = server._inherited(host, port)
+            assert (inherited is not None) == kept
+            assert server._INHERITED not in os.environ
+            if inherited is not None:
+                inherited.close()
+            elif process == 1:
+                os.close(descriptor)

@@ -81,15 +81,6 @@ def test_f39_a_client_that_continues_to_send_can_read_the_413(make_gateway: Make
         assert read_error(raw) == (413, "body_too_large", True)
 
 
-def test_pipelined_requests_get_responses_in_order(shared_gateway: RunningGateway) -> None:
-    with open_socket(shared_gateway) as raw:
-        raw.sendall(chat_request() + chat_request(stream=True) + GET)
-        received = b""
-        while not received.endswith(b"alive\n"):
-            received += raw.recv(65536)
-    assert received.index(b"one two three") < received.index(DONE) < received.index(b"alive")
-
-
 def test_an_http_1_0_client_gets_an_unchunked_body_until_the_connection_closes(shared) -> None:
     shared.worker.script.pause_s = 0.01  # each word is one chunk
     for stream in (False, True):

@@ -222,6 +222,10 @@ def test_what_a_worker_refuses_is_named_as_the_client_sent_it(shared: Served) ->
         refused = post(shared.gateway, path, system="Be brief.", messages=messages)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"] == "messages.1.content.2: It is no PNG."
+    error = {"message": "No such grammar.", "param": "guided_grammar"}
+    shared.worker.script.body = json.dumps({"error": error}).encode()
+    refused = post(shared.gateway, MESSAGES, guided_grammar='root ::= "a"')
+    assert refused.json()["error"]["message"] == "guided_grammar: No such grammar."
 
 
 def test_every_response_to_a_client_of_anthropics_has_an_id(shared_gateway: RunningGateway) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import openai
 import pytest
 
 from gateway.http import upstream
@@ -105,14 +104,6 @@ def test_the_first_event_arrives_before_the_last_is_generated(shared: Served) ->
         assert b"".join(chunks).endswith(DONE)
 
 
-def test_completions_are_relayed(shared: Served) -> None:
-    body = {"model": "demo", "prompt": "Say"}
-    response = shared.gateway.client.post("/v1/completions", json=body)
-    assert response.status_code == 200
-    assert shared.worker.requests[0].path == "/v1/completions"
-    assert shared.worker.requests[0].body["prompt"] == "Say"
-
-
 def test_models_lists_served_models_and_their_aliases(shared_gateway: RunningGateway) -> None:
     names = {entry["id"] for entry in shared_gateway.client.get("/v1/models").json()["data"]}
     assert names == {"demo", "default", "gpt-4o-mini"}
@@ -146,22 +137,6 @@ def test_explain_returns_the_decision_without_running_the_request(shared: Served
     assert explanation["candidates"][0]["load"] == 0.0
     assert explanation["profile"]["sampling"]["temperature"] == 0.0
     assert not shared.worker.requests
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_openai_client_reads_responses_and_streams(shared_gateway, temperature) -> None:
-    asked: Any = {"model": "default", "messages": [{"role": "user", "content": "Hi"}]}
-    asked["temperature"] = temperature
-    with openai.OpenAI(
-        base_url=f"{shared_gateway.url}/v1", api_key="unused", max_retries=0
-    ) as client:
-        create: Any = client.chat.completions.create
-        completion = create(**asked)
-        assert completion.choices[0].message.content == "one two three"
-        chunks = list(create(**asked, stream=True, stream_options={"include_usage": True}))
-    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(texts) == "one two three"
-    assert chunks[-1].usage.total_tokens == 10
 
 
 def test_an_oversized_response_becomes_a_502(served, monkeypatch) -> None:

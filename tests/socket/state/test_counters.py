@@ -1,6 +1,5 @@
 """Counter stores: the same behavior in memory and in Redis."""
 
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple
 
@@ -12,7 +11,6 @@ from gateway.state.counters import (
     MAX_MODELS,
     MAX_WORKERS,
     OTHER_MODELS,
-    CounterKey,
     MemoryCounters,
 )
 from gateway.state.redis import RedisClient
@@ -27,35 +25,26 @@ class StoreUnderTest(NamedTuple):
     store: CounterStore
     sync: Callable[[], Awaitable[None]]
     """The periodic exchange."""
-    pending: Counter[CounterKey]
-    """Counts that the store has not read yet."""
 
 
 @pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[StoreUnderTest]:
-    pending: Counter[CounterKey] = Counter()
-
-    def take_pending() -> dict[CounterKey, int]:
-        counts = dict(pending)
-        pending.clear()
-        return counts
-
     if request.param == "memory":
 
         async def no_sync() -> None:
             pass
 
-        yield StoreUnderTest(MemoryCounters(take_pending), no_sync, pending)
+        yield StoreUnderTest(MemoryCounters(), no_sync)
         return
     client = RedisClient(request.getfixturevalue("redis").url, TEST_DEADLINE_S)
     boots = SharedWorkerReports(client)
-    store = SharedCounters(client, boots, take_pending)
+    store = SharedCounters(client, boots)
 
     async def sync() -> None:
         await store.exchange()
         await boots.exchange((), ())
 
-    yield StoreUnderTest(store, sync, pending)
+    yield StoreUnderTest(store, sync)
     await client.close()
 
 
@@ -64,27 +53,6 @@ async def test_an_outdated_report_does_not_decrease_counts(store: StoreUnderTest
         await store.store.store_report(boot_report("a", requests))
         await store.sync()
     assert [report.lanes[0].requests for report in await store.store.reports()] == [5]
-
-
-async def test_counts_over_a_crash_loop_are_exact_and_reports_are_bounded(store) -> None:
-    for boot in range(40):
-        await store.store.store_report(boot_report(f"boot-{boot}", boot))
-        await store.sync()
-    for _ in range(30):
-        await store.sync()
-    reports = await store.store.reports()
-    assert sum(report.lanes[0].requests for report in reports) == sum(range(40))
-    assert len(reports) <= 17
-
-
-async def test_pending_counts_are_added_once(store: StoreUnderTest) -> None:
-    expected = {("outcomes", "completed"): 2, ("retries",): 2}
-    store.pending.update({("outcomes", "completed"): 1, ("retries",): 2})
-    await store.sync()
-    store.pending.update({("outcomes", "completed"): 1})
-    assert await store.store.counts() == expected
-    await store.sync()
-    assert await store.store.counts() == expected
 
 
 async def test_c5_counts_of_endless_workers_and_models_are_exact_and_bounded(store) -> None:

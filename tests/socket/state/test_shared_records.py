@@ -58,17 +58,6 @@ async def test_a_removed_record_stays_removed_while_a_gateway_opens_more_connect
     assert await first.all("cordons") == await second.all("cordons") == {}
 
 
-async def test_one_of_many_concurrent_adds_of_a_name_succeeds(open_records: OpenRecords) -> None:
-    gateways, clients = zip(*(open_records() for _ in range(4)), strict=True)
-    # As in a running gateway, connections exist before the first edit.
-    await asyncio.gather(*(check_redis(client) for client in clients for _ in range(3)))
-    await gateways[0].add("policy", "6", "{}")
-    added = await asyncio.gather(
-        *(gateways[i % 4].add("policy", "7", f'{{"by":{i}}}') for i in range(12))
-    )
-    assert sum(added) == 1
-
-
 async def test_f60_records_are_restored_where_an_edit_or_a_second_loss_comes_first(
     redis: RedisServer, open_records: OpenRecords
 ) -> None:

@@ -1,6 +1,5 @@
 """Error responses, before and after the first token."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -9,9 +8,6 @@ import pytest
 
 from tests.support.scripted_engine import (
     ScriptedEngine,
-    make_worker,
-    serve_worker,
-    text_events,
     worker_client,
 )
 from workers.engine.types import (
@@ -99,26 +95,6 @@ async def test_a_generation_without_an_end_is_an_error() -> None:
     assert response.status_code == 500
     response = await post(ScriptedEngine([Delta(text="Once")]), stream=True)
     assert "[DONE]" not in response.text
-
-
-async def test_a_draining_worker_finishes_running_requests_and_rejects_new_ones() -> None:
-    gate = asyncio.Event()
-    engine = ScriptedEngine([Delta(text="A"), gate, *text_events("B")])
-    worker = make_worker(engine)
-    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
-        running = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
-        await engine.started.wait()
-        worker.drain()
-        rejected = await client.post("/v1/chat/completions", json=CHAT_BODY)
-        unready = await client.get("/readyz")
-        report = (await client.get("/v1/status")).json()["report"]
-        gate.set()
-        finished = await running
-        await worker.traffic.idle.wait()
-    assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
-    assert unready.status_code == 503
-    assert (report["ready"], report["draining"]) == (False, True)
-    assert finished.json()["choices"][0]["message"]["content"] == "AB"
 
 
 async def test_with_a_dead_engine_the_worker_is_alive_but_not_ready() -> None:

@@ -15,7 +15,7 @@ from paceline.http import paired_tls
 from paceline.pairing import CERTIFICATE_LIFE_S as LIFE_S
 from paceline.pairing import PAIRING_PATH
 from tests.support.paired_worker import PairedWorker, paired_worker, running
-from tests.support.pairing import pair, show_code
+from tests.support.pairing import Paired, pair, show_code
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_engine import ScriptedEngine, make_worker
 from tests.support.scripted_worker import JOIN_TOKEN
@@ -54,7 +54,7 @@ def refused(worker: PairedWorker, identity: Identity | None) -> bool:
         return True
 
 
-def test_a_paired_worker_is_called_over_tls_and_admits_nobody_else(gateway, tmp_path) -> None:
+def test_l20_a_paired_worker_is_called_over_tls_and_admits_nobody_else(gateway, tmp_path) -> None:
     with paired_worker(gateway, tmp_path) as worker:
         wait_until(lambda: serves(gateway, "https"))
         answer = gateway.chat(model="scripted")
@@ -79,7 +79,7 @@ def test_a_paired_worker_is_called_over_tls_and_admits_nobody_else(gateway, tmp_
             httpx.get(f"https://127.0.0.1:{worker.port}/livez", verify=context, trust_env=False)
 
 
-def test_the_certificate_of_another_worker_at_its_address_is_refused(gateway, tmp_path) -> None:
+def test_l20_the_certificate_of_another_worker_at_its_address_is_refused(gateway, tmp_path) -> None:
     with paired_worker(gateway, tmp_path) as first:
         wait_until(lambda: serves(gateway, "https"))
         with pytest.raises(ssl.SSLCertVerificationError, match="Hostname mismatch"):
@@ -88,7 +88,9 @@ def test_the_certificate_of_another_worker_at_its_address_is_refused(gateway, tm
             )
         identity = Identity.new()
         second = pair(gateway, show_code(gateway), "studio", public_key=identity.public_key)
-        with running(gateway, second, first.file):  # it has stolen the files of the first one
+        with running(
+            gateway, Paired(second, first.paired.file)
+        ):  # it has stolen the files of the first one
             wait_until(lambda: shown(gateway, "studio")["state"] == "unreachable")
             assert "certificate of its pairing" in shown(gateway, "studio")["problem"]
             assert serves(gateway, "https")
@@ -100,12 +102,13 @@ def test_a_worker_that_was_paired_without_a_key_changes_to_tls_while_it_serves(
     with paired_worker(gateway, tmp_path, with_key=False) as worker:
         wait_until(lambda: serves(gateway, "https"))
         assert gateway.chat(model="scripted").status_code == 200
-        assert worker.identity.certificate
+        assert worker.paired.identity.certificate
         with pytest.raises(httpx.HTTPError):
             httpx.get(f"http://127.0.0.1:{worker.port}/livez", trust_env=False)
         body = make_worker(ScriptedEngine()).report().model_dump(mode="json")
         body |= {"url": f"http://127.0.0.1:{worker.port}", "worker_id": "mini"}
-        headers = {"authorization": f"Bearer {worker.pairing.token}"}
+        body["boot_id"] = "boot-mini"
+        headers = {"authorization": f"Bearer {worker.paired.pairing.token}"}
         response = gateway.client.put("/admin/v1/workers/mini", json=body, headers=headers)
         assert "speaks plain HTTP" in response.json()["error"]["message"], "nobody can lower it"
         assert serves(gateway, "https")
@@ -142,15 +145,15 @@ def test_a_certificate_is_renewed_in_its_last_third_and_only_for_the_key_of_the_
         Identity.new().renewed(new["certificate"], new["authority"])
 
 
-def test_no_worker_admits_one_whose_pairing_has_ended(gateway, tmp_path) -> None:
+def test_l20_no_worker_admits_one_whose_pairing_has_ended(gateway, tmp_path) -> None:
     with (
         paired_worker(gateway, tmp_path) as first,
         paired_worker(gateway, tmp_path, "studio") as second,
     ):
         wait_until(lambda: serves(gateway, "https") and serves(gateway, "https", "studio"))
-        name = name_of(first.identity)
-        assert first.asked(second.identity, name) == b"HTTP/1.1 200 OK", "to move nodes"
-        stolen = second.identity
+        name = name_of(first.paired.identity)
+        assert first.asked(second.paired.identity, name) == b"HTTP/1.1 200 OK", "to move nodes"
+        stolen = second.paired.identity
         unpaired = f"{PAIRING_PATH}/workers/studio"
         assert gateway.admin.delete(unpaired).status_code == 204
         wait_until(lambda: refused(first, stolen))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine.model.model_folder import refusing
+from workers.engine.model.model_folder import check_folder, refusing
 from workers.engine.types import ModelUnusable
 
 
@@ -23,3 +23,17 @@ def test_c4_any_failure_to_load_is_one_sentence(tmp_path: Path, failure: BaseExc
 def test_an_interruption_is_no_failure(tmp_path: Path, interruption: type[BaseException]) -> None:
     with pytest.raises(interruption), refusing(tmp_path):
         raise interruption
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [(None, "weights are missing"), (b"short", "model.safetensors is damaged or incomplete")],
+)
+def test_a_folder_without_whole_weights_is_refused_in_plain_words(
+    tmp_path: Path, weights: bytes | None, problem: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 4}')
+    if weights:
+        (tmp_path / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ValueError, match=problem):
+        check_folder(tmp_path)

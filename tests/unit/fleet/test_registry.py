@@ -563,6 +563,16 @@ def test_nodes_come_from_live_workers_that_the_taker_can_reach(fleet: Fleet) -> 
     assert len(fleet.node_sources(states["taker"], holders[:2] * 4)) == MAX_SOURCES
 
 
+def test_no_nodes_travel_between_a_worker_with_tls_and_one_without(fleet: Fleet) -> None:
+    for name, url in (("a", "https://a:1"), ("b", "https://b:1"), ("plain", "http://c:1")):
+        fleet.heartbeat(report(worker_id=name, url=url))
+    states = {state.report.worker_id: state for state in fleet.workers()}
+    holders = [((name, "1"), 100) for name in ("b", "plain")]
+    sources = {name: fleet.node_sources(state, holders) for name, state in states.items()}
+    assert [one.url for one in sources["a"]] == ["https://b:1"]
+    assert [one.url for one in sources["plain"]] == ["http://c:1"]
+
+
 def test_no_nodes_come_from_or_to_a_server_of_another_kind(fleet: Fleet) -> None:
     static = watched_engine()
     fleet.heartbeat(report())

@@ -374,7 +374,7 @@ def test_an_invalid_field_is_named_as_anthropic_does(fields: dict[str, Any], par
     with pytest.raises(FieldError) as invalid:
         to_chat({"model": "m", "messages": [user("Hi")], **fields}, is_ours)
     assert invalid.value.param == param
-    assert invalid.value.message.startswith(f"{param}: ")
+    assert param in invalid.value.message
 
 
 def test_an_answer_of_another_shape_is_malformed() -> None:

@@ -91,7 +91,7 @@ class Decoder:
             graph = StepGraph(target, head.usable)
         self._graph = graph
         self._token_bytes = prompts.raw
-        # A verify takes the memory of a recurrent state for each token, which is measured for the
+        # A verify of recurrent layers takes more memory for each token, which is counted for the
         # shortest of these lengths.
         lengths = RUN_LENGTHS[: draft_tokens > 0] if target.is_recurrent else RUN_LENGTHS
         if not target.native_verify or graph is None:

@@ -7,10 +7,10 @@ that do not fit beside others (`scheduler.py`). A sliding window stops growing w
 whole. The estimate omits the draft model's caches during scoring, which fit into the share that is
 left for activations.
 
-Two activations grow with what rows hold, and are counted. A verify of k drafts stores the recurrent
-states after each of them, and two more while it rolls back; a plain step stores those before it
-until the host has read the step before. Attention that no kernel fuses stores
-the scores of a chunk over its whole context: chunks are cut to fit, down to one block.
+Two activations grow with what rows hold, and are counted. A verify keeps the recurrent states
+before it, and a rollback computes those after the accepted drafts, one after another; a plain step
+stores those before it until the host has read the step before. Attention that no kernel fuses
+stores the scores of a chunk over its whole context: chunks are cut to fit, down to one block.
 """
 
 from bisect import bisect_right
@@ -39,8 +39,9 @@ _SHARE_FOR_CACHES = 0.9
 """Share of the memory beside the weights; the rest is for activations and pictures."""
 _SHARE_FOR_SCORES = 0.5
 """Share of the memory for activations that attention scores may take."""
-_ROLLBACK_STATES = 1.66
-"""Recurrent states of a row, measured at its peak, that a verify adds to one for each draft."""
+_VERIFY_STATES, _DRAFT_STATES = 2.5, 0.34
+"""Recurrent states that a verify of a row takes at its peak, and more for each draft: measured on a
+CPU, which holds the states between the operations of a transition; a GPU has them in registers."""
 _FUSED_WIDTHS = frozenset((64, 80, 128))
 """Widths of attention heads for which Metal has a fused kernel that reads many tokens."""
 
@@ -56,7 +57,7 @@ class MemoryEstimate:
     room_bytes: int
     """Limit for the caches of all rows."""
     draft_bytes: int = 0
-    """Bytes that each drafting row needs in a verify: histories of recurrent states."""
+    """Bytes that each drafting row needs in a verify: recurrent states before and after it."""
     score_bytes: int = 0
     """Bytes of attention scores for each token read and each token before it; 0 if fused."""
     max_score_bytes: int = 0
@@ -140,7 +141,9 @@ def measure_memory(target: Target, head: MtpHead | None, draft_tokens: int = 0) 
         token_bytes=token_bytes,
         row_bytes=row_bytes,
         room_bytes=int(_SHARE_FOR_CACHES * free_bytes),
-        draft_bytes=int((draft_tokens + _ROLLBACK_STATES) * row_bytes) if draft_tokens else 0,
+        draft_bytes=int((_VERIFY_STATES + _DRAFT_STATES * draft_tokens) * row_bytes)
+        if draft_tokens
+        else 0,
         score_bytes=score_bytes,
         max_score_bytes=int(_SHARE_FOR_SCORES * (1 - _SHARE_FOR_CACHES) * free_bytes),
         windows=tuple((size, slots) for slots, size in sorted(windows.items())),

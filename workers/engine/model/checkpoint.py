@@ -5,11 +5,12 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_vlm.utils import load
+from mlx_vlm.utils import get_model_type, load
 from pydantic import ValidationError
 from transformers import AutoConfig
 
@@ -69,6 +70,9 @@ def load_checkpoint(
     adapter that does not fit the model.
     """
     config = check_folder(path)
+    _check_type(config)
+    if not any([*path.glob("*token*"), *path.glob("*vocab*")]):
+        raise ValueError("the tokenizer is missing: no file of it is there")
     forbid_code()
     model, processor = load(str(path), trust_remote_code=False)
     architecture = str(mx.device_info().get("architecture", ""))
@@ -158,6 +162,14 @@ def _sampling(generation: Mapping[str, Any]) -> SamplingDefaults:
         except ValidationError:
             logger.warning("model.sampling_ignored field=%s", name)
     return values
+
+
+def _check_type(config: dict[str, Any]) -> None:
+    """Raise ValueError for a type that mlx-vlm does not know; it would log its own search."""
+    name = str(get_model_type(config))
+    packages = ("mlx_vlm.models", "mlx_vlm.speculative.drafters")
+    if "." in name or not any(find_spec(f"{package}.{name}") for package in packages):
+        raise ValueError(f"mlx-vlm does not support the model type '{name}' of config.json")
 
 
 def choose_dtype(dtype: WeightType | None, family: str, architecture: str) -> WeightType | None:

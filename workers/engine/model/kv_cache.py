@@ -5,10 +5,12 @@ draft, so that a rollback moves no data whatever the length of the context. The 
 slots each time, with a mask that hides those at or after a row's cursor: shapes stay the same from
 step to step, and a step can be compiled once.
 
-A `RecurrentCache` records, for one forward pass, the state after every token of the pass, through
-the protocol of mlx-vlm's cache-aware operators: `update_window` for causal windows,
-`update_recurrent` for state transitions. An operator that replaces a state without that protocol
-leaves no history; `history` then raises, and the family is verified token by token.
+A `RecurrentCache` records, for one forward pass, what a rollback needs, through the protocol of
+mlx-vlm's cache-aware operators: `update_window` for causal windows, `update_recurrent` for state
+transitions. Of a transition by the gated delta rule it keeps the state before the pass and the
+inputs of its tokens, so that a rollback repeats the accepted ones: a state is eighty times as large
+as the inputs of a token. An operator that replaces a state otherwise leaves no history;
+`history` then raises, and the family is verified token by token.
 
 Both are duck-typed to the attributes that mlx-vlm's models read (`offset`, `_idx`, `make_mask`,
 `update_and_fetch`), and must not grow `extract` or `merge`: with them the Qwen3.5 model would run
@@ -16,10 +18,12 @@ the batch row by row. `tests/model/test_mlx_vlm_contract.py` tests that contract
 """
 
 from collections.abc import Callable, Sequence
+from inspect import getclosurevars
 from typing import Any, Self, TypeAlias
 
 import mlx.core as mx
 from mlx_vlm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_vlm.models.gated_delta import compute_g, gated_delta_kernel, gated_delta_ops
 
 # Other modules import mlx-vlm's caches from here.
 __all__ = ["ArraysCache", "ChunkedKVCache", "KVCache", "RotatingKVCache"]
@@ -29,6 +33,8 @@ STEP_TOKENS = 16
 """Maximum tokens of one step: a draft and the token after it."""
 CAPACITIES_PER_DOUBLING = 4
 """Capacities between a power of two and the next: few shapes, and less than a quarter unused."""
+_KERNEL_WIDTH = 32
+"""Metal's kernel of the gated delta rule takes keys whose width is a multiple of this."""
 
 
 class RowCache:
@@ -153,8 +159,9 @@ def _step(tokens: int) -> int:
 
 
 History: TypeAlias = tuple[mx.array, ...]
-"""States of one slot over L > 1 tokens: `(source,)` [rows, width + L, ...] of a window, or
-`(between, final)` of a state: [rows, L - 1, ...] after all tokens but the last, and [rows, ...]"""
+"""What is known of one slot over L > 1 tokens: `(source,)` [rows, width + L, ...] of a window, the
+`(between, final)` states [rows, L - 1, ...] after all tokens but the last, and [rows, ...], or the
+state before them [rows, ...] with the keys, values, decays and rates [rows, L, ...] of each."""
 
 
 class NoHistory(Exception):
@@ -193,11 +200,19 @@ class RecurrentCache:
     def update_recurrent(
         self, index: int, length: int, update: Callable[[mx.array, int | None], Any]
     ) -> tuple[mx.array, mx.array]:
-        """Run a state transition over `length` tokens; return its output and the last state."""
-        output, final, *between = update(self._slots[index], length - 1 if length > 1 else None)
-        if between:
-            self._history[index] = (between[0], final)
+        """Run a state transition over `length` tokens; return its output and the last state.
+
+        mlx-vlm's gated delta rule is a closure over its inputs.
+        """
+        before = self._slots[index]
+        # Where no kernel computes the tokens in their order, one that is asked for a state does.
+        output, final, *_ = update(before, 1 if length > 1 and not _on_metal() else None)
         self._slots[index] = final
+        if length > 1:
+            inputs = getclosurevars(update).nonlocals
+            decays = compute_g(inputs["A_log"], inputs["a"], inputs["dt_bias"])
+            rates = mx.sigmoid(inputs["b"])
+            self._history[index] = (before, inputs["k"], inputs["v"], decays, rates)
         return output, final
 
     def advance(self, steps: int) -> None:
@@ -227,10 +242,21 @@ def state_after(history: History, tokens: mx.array, length: int) -> mx.array:
         (source,) = history
         at = tokens[:, None] + mx.arange(source.shape[1] - length)
         return mx.take_along_axis(source, _spread(at, source.ndim), axis=1)
+    if len(history) > 2:
+        before, keys, values, decays, rates = history
+        fused = _on_metal() and keys.shape[-1] % _KERNEL_WIDTH == 0
+        replay = gated_delta_kernel if fused else gated_delta_ops
+        kept = mx.arange(length) < tokens[:, None]
+        # Keys stand for queries: the output is of no use.
+        return replay(keys, keys, values, decays, rates, before, kept)[1]
     between, final = history
     at = mx.minimum(tokens, length - 1)[:, None] - 1
     picked = mx.take_along_axis(between, _spread(at, between.ndim), axis=1).squeeze(1)
     return mx.where(_spread(tokens == length, final.ndim), final, picked)
+
+
+def _on_metal() -> bool:
+    return bool(mx.metal.is_available() and mx.default_device() == mx.gpu)
 
 
 def _spread(array: mx.array, dimensions: int) -> mx.array:

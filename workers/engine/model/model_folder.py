@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from paceline.request.profile import Endpoint
 from paceline.terminal import printable
@@ -60,8 +60,13 @@ def check_folder(folder: Path, *, head: bool = False) -> dict[str, Any]:
             raise ValueError(f"{_INDEX} names other files than safetensors files in the folder")
     tensors = 0
     for path in (*folder.glob("*.safetensors"), *folder.glob("*/*.safetensors")):
-        with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
-            tensors += len(file.keys())
+        try:
+            with safe_open(path, framework="numpy") as file:  # checks the header, which MLX trusts
+                tensors += len(file.keys())
+        except SafetensorError:
+            raise ValueError(f"{path.name} is damaged or incomplete") from None
+    if not tensors:
+        raise ValueError("the weights are missing: no safetensors file is there")
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     built = config
     if head:
