@@ -92,7 +92,7 @@ def test_a_mac_with_another_address_without_link_or_behind_a_firewall_is_used_ag
         "PACELINE_STATE_DIR": "/run/state",
         "PACELINE_API_KEY": "api-key-of-two-networks",
         "PACELINE_ADMIN_KEY": "admin-key-of-two-networks",
-        "PACELINE_JOIN_TOKEN": "join-token",
+        "PACELINE_JOIN_TOKEN": "join-token-of-two-networks",
     }
     if subprocess.run([*_ISOLATED, "ip", "netns"], capture_output=True, check=False).returncode:
         pytest.skip("this system allows no network namespaces")
