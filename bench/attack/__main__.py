@@ -59,6 +59,10 @@ _JUDGED_S: Final = 10.0
 _AFTER_S: Final = 60.0
 _NICENESS: Final = 10
 """Of an attacker that is judged: a real one takes no processor time of what it attacks."""
+_FIRST_USE: Final = (
+    "The first work of each kind takes memory that stays: buffers of MLX, and the process that "
+    "tries constraints. The growth of the second half, and of each attack, shows what is lost."
+)
 _INPUTS: Final = 100_000
 _WHOLE_S: Final = 600.0
 _ATTACKED_SHARE: Final = 0.75
@@ -206,7 +210,7 @@ def main() -> None:
         result = run(attack(attacked_s, min(_AFTER_S, seconds), only, player))
     command = f"`python -m bench.attack --seconds {seconds:g} --seed {options.seed}`"
     grids = [*result.grids(), targets(result.targets(whole=whole))]
-    about = f"{provenance()}. {command}"
+    about = f"{provenance()}. {command}. {_FIRST_USE}"
     report("attack.md", "Attacks", about, *grids, write=not quick and not options.only)
     for one in result.tallies:
         for failure in one.failures:

@@ -65,7 +65,7 @@ class FullDisk(Attack):
                 if answer.status == 200:
                     stored[name] = stored[name][0], 401
             else:
-                answer = await self._admin("keys", {"name": "x" * 60, "team": "x" * 60})
+                answer = await self._admin("keys", {"name": f"{len(stored):060}", "team": "x" * 60})
                 if answer.status == 201:
                     created = answer.json()
                     stored[created["id"]] = created["secret"], 200

@@ -61,7 +61,6 @@ _FAMILIES: Final = (
     *("Mistral", "Ministral", "Devstral", "command-r", "granite", "Nemotron", "MiniMax", "LFM"),
 )
 """Words in the names of templates; the first that matches is the family."""
-_HISTORIES: Final = 5000
 _CHANGES: Final = {
     "parts": "contents are lists of parts",
     "users": "messages of the user in a row are one",
@@ -293,13 +292,14 @@ def _fails(renderer: PromptRenderer, history: History) -> bool:
 def main() -> None:
     made = parser("attack.templates", __doc__)
     made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--count", type=int, default=_BODIES, help="bodies, and histories")
     options = made.parse_args()
     logging.disable(logging.ERROR)  # a line for every rejected body
-    count = 20 if options.quick else _BODIES
+    count: int = 20 if options.quick else options.count
     with console().status("attacking"):
         models = Models(fetch(options.folder / "templates"))
         answers, failures = run(attack(models, count, options.seed))
-        histories = history_table(models, 20 if options.quick else _HISTORIES)
+        histories = history_table(models, count)
     about = f"{provenance()}. Seed {options.seed}, templates of {SOURCE}."
     report("templates.md", "Chat templates", about, answers, histories, write=not options.quick)
     show(*failures[:20])

@@ -27,8 +27,6 @@ StoredSecret = Literal["join_token", "admin_key"]
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - recognised, not bound
 
 _LEAST_CHARS = 20
-_TYPED = ("PACELINE_API_KEY", "PACELINE_ADMIN_KEY")
-"""Secrets that open routes to whoever guesses them."""
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
@@ -56,7 +54,7 @@ def check_secrets(settings: Settings) -> None:
         if problem := header_problem(secret):
             raise StartupError(f"{name} {problem}.")
         beyond = not (is_loopback(settings.host) and is_loopback(settings.admin_host))
-        if beyond and name in _TYPED and len(secret) < _LEAST_CHARS:
+        if beyond and len(secret) < _LEAST_CHARS:
             raise StartupError(
                 f"{name} has fewer than {_LEAST_CHARS} characters, so others on the network could "
                 "guess it. Choose a longer one, or listen on 127.0.0.1."

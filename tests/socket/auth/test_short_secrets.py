@@ -24,7 +24,7 @@ from tests.support.running_gateway import RunningGateway, chat_body, make_settin
 LONG = SecretStr("twenty characters is")
 
 
-@pytest.mark.parametrize("name", ["api_key", "admin_key"])
+@pytest.mark.parametrize("name", ["api_key", "admin_key", "join_token"])
 @pytest.mark.parametrize("listens", [{"host": "0.0.0.0"}, {"admin_host": "0.0.0.0"}], ids=str)
 async def test_c24_a_short_key_does_not_listen_beyond_loopback(tmp_path, name, listens) -> None:
     keys = {"api_key": LONG, "admin_key": SecretStr(LONG.get_secret_value()[::-1])}
