@@ -396,11 +396,13 @@ def test_the_installed_service_logs_drains_and_passes_its_exit_code_on(linux) ->
     environment = {**process_environment(linux.home), "HOME": str(linux.home)}
     del environment["PACELINE_STATE_DIR"]
     with subprocess.Popen(command, env=environment, cwd="/") as service:
-        wait_until(lambda: log.exists() and "Paceline listens on" in log.read_text())
-        service.send_signal(signal.SIGUSR2)
-        wait_until(lambda: log.read_text().count("Paceline listens on") == 2)
-        service.send_signal(signal.SIGTERM)
-        assert service.wait() == 0
+        try:
+            wait_until(lambda: log.exists() and "Paceline listens on" in log.read_text())
+            service.send_signal(signal.SIGUSR2)
+            wait_until(lambda: log.read_text().count("Paceline listens on") == 2, within_s=240)
+        finally:
+            service.send_signal(signal.SIGTERM)
+            assert service.wait(60) == 0, log.read_text()
     text = log.read_text()
     assert f"The service starts `paceline gateway --config {settings}` (process " in text
     assert "\nEnded.\n" in text
