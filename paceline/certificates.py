@@ -51,9 +51,8 @@ class Identity(BaseModel):
     @property
     def until_s(self) -> int:
         """When the certificate expires, in seconds since 1970; 0 without one."""
-        if not self.certificate:
-            return 0
-        return int(_read(self.certificate).not_valid_after_utc.timestamp())
+        end = _read(self.certificate).not_valid_after_utc if self.certificate else None
+        return int(end.timestamp()) if end else 0
 
     def renewed(self, certificate: str, authority: str) -> Identity:
         """Return the identity with a new certificate; raise `ValueError` unless it is for this key.
@@ -96,10 +95,9 @@ class Authority:
 
     def issue(self, public_key: str, name: str, now_s: float) -> str:
         """Return a certificate for a public key, given the seconds since 1970."""
-        now, life = datetime.fromtimestamp(int(now_s), UTC), timedelta(seconds=CERTIFICATE_LIFE_S)
-        return self._sign(
-            public_key, name, now - timedelta(seconds=CERTIFICATE_BACKDATED_S), now + life
-        )
+        now = datetime.fromtimestamp(int(now_s), UTC)
+        begin = now - timedelta(seconds=CERTIFICATE_BACKDATED_S)
+        return self._sign(public_key, name, begin, now + timedelta(seconds=CERTIFICATE_LIFE_S))
 
     def new_identity(self, name: str, now_s: float) -> Identity:
         """Return a new key with a certificate."""

@@ -562,10 +562,7 @@ def encode_head(status: int, headers: Collection[tuple[bytes, bytes]]) -> bytes:
 
 
 def paired_tls(*, server: bool = False) -> ssl.SSLContext:
-    """Return a context for TLS 1.3 between gateways and paired workers; an `Identity` completes it.
-
-    Both sides present a certificate of their fleet.
-    """
+    """Return a context for TLS 1.3 with certificates of both sides, which an `Identity` loads."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED

@@ -114,10 +114,7 @@ class PairingSide:
 
 
 def is_due(until_s: float, now_s: float) -> bool:
-    """Return whether a certificate with this end needs a new one: in the last third of its life.
-
-    So does one that a clock which was far ahead has dated, and which is not valid yet.
-    """
+    """Return whether a certificate with this end is in its last third, or begins in the future."""
     left_s = until_s - now_s
     return not CERTIFICATE_LIFE_S / 3 <= left_s <= CERTIFICATE_LIFE_S + CERTIFICATE_BACKDATED_S
 

@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 
 class WorkerIdentity:
-    """The identity in a file, or a new one; raise `OSError`, or `ValueError` if it is damaged.
+    """The identity in a file, which a pairing has written; a new one without a file.
 
-    A pairing writes the file. A worker that was paired by an older version has none, and makes it.
+    Raise `OSError`, or `ValueError` for a damaged file.
     """
 
     def __init__(self, file: Path) -> None:
@@ -34,7 +34,6 @@ class WorkerIdentity:
         self.public_key = self._identity.public_key
         self.server, self.client = paired_tls(server=True), paired_tls()
         self.certified = asyncio.Event()
-        """Set once there is a certificate."""
         self._ended: frozenset[str] = frozenset()
         if self._identity.certificate:
             self._load()
@@ -52,8 +51,7 @@ class WorkerIdentity:
 
     def refuses(self, certificate: Mapping[str, Any] | None) -> bool:
         """Return whether the other side has the certificate of a pairing that has ended."""
-        names = (certificate or {}).get("subjectAltName", ())
-        return any(name in self._ended for _, name in names)
+        return any(one in self._ended for _, one in (certificate or {}).get("subjectAltName", ()))
 
     def apply(self, answer: Mapping[str, Any]) -> None:
         """Apply the answer to a heartbeat: ended pairings, and the certificate if it has one."""
@@ -70,8 +68,6 @@ class WorkerIdentity:
             log.warning("certificate.refused reason=%s", error)
         except OSError as error:  # it holds until a restart, and then the gateway sends another one
             log.warning("certificate.unstored file=%s reason=%s", self._file, error.strerror)
-        else:
-            log.info("certificate.renewed until_s=%d", self._identity.until_s)
 
     def _load(self) -> None:
         for context in (self.server, self.client):

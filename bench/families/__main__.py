@@ -33,13 +33,20 @@ PAGE: Final = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN: Final = "<!-- families: written by `python -m bench.families` -->"
 END: Final = "<!-- end of families -->"
 _COLUMNS: Final = (
-    *("family", "configuration", "loads in", "batches", "window", "drafts accepted"),
-    *("next turn cached", "exact", "equals mlx-lm", "tools", "reasoning"),
+    *("family", "configuration", "loads in", "batches", "compiled", "window", "lookup", "head"),
+    *("next turn cached", "exact", "ties", "equals mlx-lm", "tools", "reasoning"),
 )
 _CHAT_COLUMNS: Final = 2
 """The last ones."""
 _SHORT: Final[dict[str, Any]] = {"prompt_lengths": (24, 40), "answer_tokens": 6}
 """Of quantised formats, whose products are slow on a CPU."""
+_COMPILED: Final = {
+    (True, True): "yes",
+    (True, False): "steps without drafts",
+    (False, True): "verifies",
+    (False, False): "no",
+}
+"""By whether passes of one token and of several are."""
 _WINDOW_TOKENS: Final = 48
 """Of the further case in which rows go round their rings many times."""
 
@@ -74,18 +81,23 @@ class Result(NamedTuple):
         name, source = self.family.name, self.family.source
         checks = next(iter(self.by_format.values()))
         if isinstance(checks, str):
-            return (name, source, "no", *["-"] * 8)
+            return (name, source, "no", *["-"] * (len(_COLUMNS) - 3))
         formats = [form for form, one in self.by_format.items() if isinstance(one, Checks)]
+        looked_up = checks.drafted - checks.drafted_by_head
+        found = checks.accepted - checks.accepted_by_head
+        head = self.head if isinstance(self.head, Checks) else checks
         small = self.small_window
         window = f"{checks.window_tokens:,}" if checks.window_tokens else "none"
         if checks.window_tokens and isinstance(small, Checks):
             window += f", {small.window_tokens}"
         return (
             *(name, f"`{source}`", ", ".join(formats)),
-            *("yes" if checks.batches else "row by row", window),
-            f"{checks.accepted} of {checks.drafted}" if checks.drafted else "none",
+            *("yes" if checks.batches else "row by row", _COMPILED[checks.compiles], window),
+            f"{found} of {looked_up}" if looked_up else "none",
+            f"{head.accepted_by_head} of {head.drafted_by_head}" if head.mtp else "none",
             f"{checks.cached_tokens / checks.prompt_tokens:.0%}",
             "NO" if self.problems else "yes",
+            f"{checks.ties} of {checks.tokens}",
             "yes" if checks.compared_with_mlx_lm else "not there",
             *_chat_cells(self.chat),
         )

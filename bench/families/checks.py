@@ -59,6 +59,7 @@ class Checks:
     drafted: int = 0
     accepted: int = 0
     drafted_by_head: int = 0
+    accepted_by_head: int = 0
     cached_tokens: int = 0
     """Prompt tokens of second turns that the prefix cache had."""
     prompt_tokens: int = 0
@@ -177,6 +178,7 @@ class _Runner:
             self.checks.drafted += counts.drafted
             self.checks.accepted += counts.accepted
             self.checks.drafted_by_head += counts.drafted_by_source.get(DraftSource.HEAD, 0)
+            self.checks.accepted_by_head += counts.accepted_by_source.get(DraftSource.HEAD, 0)
         cached = sum(row.cached_tokens for row in rows)
         return _Answers([list(row.answer) for row in rows], most_rows, cached)
 

@@ -353,6 +353,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         *("MiniMax-M2", "MiniMaxAI/MiniMax-M2", "MiniMax-M2"),
         text={"attn_type_list": [1, 1]},
     ),
+    Family("Gemma 2", "google/gemma-2-2b-it", text=_BOS),
 )
 
 

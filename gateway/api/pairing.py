@@ -12,6 +12,7 @@ from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.errors import (
     PageRefused,
     PairingRefused,
+    RecordsUnwritable,
     TooManyWorkers,
     WorkerUnknown,
 )
@@ -62,4 +63,7 @@ async def begin(begun: PairingRequest, request: Request, gateway: CurrentGateway
 @exchanges.put("/exchange/{proof}", responses=_EXCHANGE)
 async def finish(proof: Key, gateway: CurrentGateway, sealed: SealedKey = "") -> SealedPairing:
     """Give a worker that has proved the code its token and its certificate, sealed."""
-    return {"sealed": await gateway.pairing_codes.finish(proof, sealed)}
+    try:
+        return {"sealed": await gateway.pairing_codes.finish(proof, sealed)}
+    except RecordsUnwritable as error:
+        raise type(error) from error  # its text has a path, which is for admins only

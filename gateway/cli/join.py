@@ -116,9 +116,8 @@ def _pair(gateway: Gateway, name: str) -> str:
     place = pairing.gateway_url, pairing.worker_id
     own = identity_file(state_dir, *place)
     if pairing.certificate:
-        replace_file(
-            own, identity.renewed(pairing.certificate, pairing.authority).model_dump_json()
-        )
+        identity = identity.renewed(pairing.certificate, pairing.authority)
+        replace_file(own, identity.model_dump_json())
     else:  # the gateway is of an older version
         own.unlink(missing_ok=True)
     pairing = pairing.model_copy(update={"certificate": "", "authority": ""})

@@ -83,18 +83,12 @@ class StaleConnection(errors.WorkerLost):
 
 
 class ConnectionPool:
-    """Idle connections to all workers; an async context that closes them at its end.
+    """Idle connections to all workers; an async context that closes them at its end."""
 
-    `fleet_tls` is for paired workers: it presents a certificate of the fleet, and trusts no other.
-    """
+    fleet_tls: ssl.SSLContext | None = None
+    """For paired workers: it presents a certificate of the fleet, and trusts only such."""
 
-    def __init__(
-        self,
-        connect_timeout_s: float,
-        answer_timeout_s: float,
-        fleet_tls: ssl.SSLContext | None = None,
-    ) -> None:
-        self._fleet_tls = fleet_tls
+    def __init__(self, connect_timeout_s: float, answer_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._answer_timeout_s = answer_timeout_s
         self._idle: defaultdict[_Address, deque[tuple[float, UpstreamConnection]]]
@@ -150,7 +144,7 @@ class ConnectionPool:
     async def _connect(self, address: _Address) -> UpstreamConnection:
         """Open a connection; raise `WorkerUnreachable`."""
         host, port, tls, server_name = address
-        of_fleet = self._fleet_tls if server_name else None
+        of_fleet = self.fleet_tls if server_name else None
 
         def keep(connection: UpstreamConnection) -> None:
             self._idle[address].append((self._loop.time(), connection))

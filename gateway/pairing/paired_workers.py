@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _BEARER = f"Bearer {TOKEN_PREFIX}".encode()
 _KIND = "pairings"
 # Records of their own: a gateway that writes one can bring back no pairing that another has ended.
-_SEEN, _ENDED = "/seen", "/ended"
+_SEEN, _KEY, _ENDED = "/seen", "/key", "/ended"
 _SEEN_INTERVAL = timedelta(hours=1)
 _AUTHORITY = "/authority"
 _GATEWAY = "gateway"
@@ -64,12 +64,14 @@ class PairedWorker(BaseModel):
     """At which it paired."""
     number: str
     """The secret that its token is derived from."""
-    public_key: PublicKey | None = None
-    """None: it was paired by an older version, and has no certificate yet."""
 
 
 class _At(BaseModel):
     at: AwareDatetime
+
+
+class _Key(BaseModel):
+    public_key: PublicKey
 
 
 class Certificates(TypedDict):
@@ -86,7 +88,7 @@ class Certificates(TypedDict):
 class PairedWorkers:
     """All paired workers; `wall` returns seconds since 1970, `secret` is the join token.
 
-    `tls` is for connections to paired workers: it gets the certificate of this gateway.
+    `tls`, for connections to them, gets the certificate of this gateway.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class PairedWorkers:
         self._table = RecordTable(records, _KIND, self._apply)
         self._reader = RecordReader(records, _KIND, as_model(PairedWorker))
         self._at_reader = RecordReader(records, _KIND, as_model(_At))
+        self._key_reader = RecordReader(records, _KIND, as_model(_Key))
         self._secret = secret
         self._fleet = fleet
         self._backend = backend
@@ -109,6 +112,8 @@ class PairedWorkers:
         self._tls = tls
         self._tls_until_s = 0.0
         self._authority: Authority | None = None
+        self._keys: Mapping[str, str] = {}
+        """The public keys of workers; one that an older version has paired has none yet."""
         self._ended: Mapping[str, datetime] = {}
         """The names in certificates of ended pairings, and when the last of them expires."""
         self.by_worker: Mapping[str, PairedWorker] = {}
@@ -121,10 +126,7 @@ class PairedWorkers:
         await self._renew_own()
 
     async def add(self, name: str, address: str, public_key: str = "") -> Pairing:
-        """Pair a worker: under this id, or one like it while a live worker has this one.
-
-        With a public key it gets a certificate too.
-        """
+        """Pair a worker: under this id, or one like it while a live worker has this one."""
         await self.refresh()
         if len(self.by_worker) >= MAX_WORKERS:
             raise TooManyWorkers
@@ -133,6 +135,7 @@ class PairedWorkers:
             number += 1
             worker_id = f"{name[:_NAME_CHARS]}-{number}"
         await self._end_certificates(worker_id)
+        await self._table.remove(worker_id + _KEY)
         paired = PairedWorker(since=self._now(), address=address, number=secrets.token_hex(16))
         await self._table.replace(worker_id, paired.model_dump_json())
         certificate = authority = ""
@@ -153,8 +156,8 @@ class PairedWorkers:
         if worker_id not in self.by_worker:
             raise WorkerUnknown
         await self._end_certificates(worker_id)
-        await self._table.remove(worker_id)
-        await self._table.remove(worker_id + _SEEN)
+        for record in (worker_id, worker_id + _SEEN, worker_id + _KEY):
+            await self._table.remove(record)
         log.info("worker.unpaired worker=%s author=%r", worker_id, author)
 
     def authenticates(self, worker_id: str, authorization: bytes | None) -> bool:
@@ -170,14 +173,14 @@ class PairedWorkers:
 
         A worker that was paired by an older version has the key of its first report with one.
         """
-        paired, key = self.by_worker.get(report.worker_id), report.public_key
-        if paired is None or not key:
+        worker_id, key = report.worker_id, report.public_key
+        if worker_id not in self.by_worker or not key:
             return {}
         answer: Certificates = {"ended_pairings": [*self._ended]}
         due = is_due(report.certificate_until_s, self._wall())
-        if due and paired.public_key in (None, key):
+        if due and self._keys.get(worker_id, key) == key:
             with contextlib.suppress(RecordsUnwritable):  # with one of the next heartbeats
-                certificate, authority = await self._certify(report.worker_id, key)
+                certificate, authority = await self._certify(worker_id, key)
                 answer |= {"certificate": certificate, "authority": authority}
         return answer
 
@@ -203,6 +206,8 @@ class PairedWorkers:
         at = {name: one.at for name, one in self._at_reader.read(times).items()}
         self.seen = {n.removesuffix(_SEEN): at[n] for n in at if n.endswith(_SEEN)}
         self._ended = {n.removesuffix(_ENDED): at[n] for n in at if n.endswith(_ENDED)}
+        keys = self._key_reader.read({n: t for n, t in texts.items() if n.endswith(_KEY)})
+        self._keys = {name.removesuffix(_KEY): one.public_key for name, one in keys.items()}
         if self._authority is None and (record := texts.get(_AUTHORITY)):
             self._authority = await asyncio.to_thread(self._derive, json.loads(record)["number"])
         await self._renew_own()
@@ -219,10 +224,10 @@ class PairedWorkers:
 
     def _server_name(self, worker_id: str) -> str:
         """Return the name in the certificate of a worker; '' if it was paired without a key."""
-        paired = self.by_worker[worker_id]
-        text = f"paceline worker name {worker_id} {paired.number}".encode()
-        name = hmac.digest(self._secret, text, "sha256")[:16].hex() + ".worker"
-        return name if paired.public_key else ""
+        if worker_id not in self._keys or worker_id not in self.by_worker:
+            return ""
+        text = f"paceline worker name {worker_id} {self.by_worker[worker_id].number}".encode()
+        return hmac.digest(self._secret, text, "sha256")[:16].hex() + ".worker"
 
     def _derive(self, number: str) -> Authority:
         from paceline.certificates import Authority  # noqa: PLC0415  # slow, and not for others
@@ -234,15 +239,16 @@ class PairedWorkers:
         """Return the authority of the fleet, whose number its first gateway has stored."""
         if self._authority is None:
             await self._table.add(_AUTHORITY, json.dumps({"number": secrets.token_hex(16)}))
-        assert self._authority is not None
+        if self._authority is None:
+            raise RecordsUnwritable
         return self._authority
 
     async def _certify(self, worker_id: str, public_key: str) -> tuple[str, str]:
         """Return a certificate for a worker, whose key is stored, and that of the authority."""
-        authority, paired = await self._add_authority(), self.by_worker[worker_id]
-        if not paired.public_key:
-            keyed = paired.model_copy(update={"public_key": public_key})
-            await self._table.replace(worker_id, keyed.model_dump_json())
+        authority = await self._add_authority()
+        if worker_id not in self._keys:
+            key = _Key(public_key=public_key)
+            await self._table.replace(worker_id + _KEY, key.model_dump_json())
         given = public_key, self._server_name(worker_id), self._wall()
         log.info("worker.certified worker=%s", worker_id)
         return await asyncio.to_thread(authority.issue, *given), authority.certificate
@@ -252,14 +258,13 @@ class PairedWorkers:
         for name, until in self._ended.items():
             if until < self._now():
                 await self._table.remove(name + _ENDED)
-        if worker_id in self.by_worker and (name := self._server_name(worker_id)):
+        if name := self._server_name(worker_id):
             until = self._now() + timedelta(seconds=CERTIFICATE_LIFE_S)
             await self._table.replace(name + _ENDED, _At(at=until).model_dump_json())
 
     async def _renew_own(self) -> None:
         """Give this gateway a new key and certificate, only in memory, if it needs one."""
-        needed = any(one.public_key for one in self.by_worker.values())
-        if needed and self._authority is not None and is_due(self._tls_until_s, self._wall()):
+        if self._keys and self._authority is not None and is_due(self._tls_until_s, self._wall()):
             given = _GATEWAY, self._wall()
             identity = await asyncio.to_thread(self._authority.new_identity, *given)
             identity.load(self._tls)

@@ -96,8 +96,9 @@ class Forwarder:
         self._checks: set[asyncio.Task[None]] = set()
         self._check_slots = asyncio.Semaphore(_MAX_CHECKS)
         self.connections = upstream.ConnectionPool(
-            settings.connect_timeout_s, settings.answer_timeout_s, gateway.fleet_tls
+            settings.connect_timeout_s, settings.answer_timeout_s
         )
+        self.connections.fleet_tls = gateway.fleet_tls
         self.retries = RetryBudget()
         self.quarantine = Quarantine()
 

@@ -23,8 +23,8 @@ from workers.engine.startup.probes import probe_compiled_passes
 
 WINDOWED = [one for one in FAMILIES if one.window and not one.processor]
 """Those whose language model is that of another family, but for pictures, are left out."""
-SAMPLE = frozenset(("Qwen3-Next", "Qwen3-VL MoE", "Mistral", "GLM-4.7-Flash", "LFM2"))
-"""Linear attention, positions of tokens, none of them, latent keys, and convolutions."""
+SAMPLE = frozenset(("Qwen3-Next", "Qwen3-VL MoE", "Mistral", "GLM-4.7-Flash", "LFM2", "Gemma 2"))
+"""Linear attention, positions of tokens, none of them, latent keys, convolutions, grouped masks."""
 WINDOWED_SAMPLE = frozenset(("Llama 4", "gpt-oss", "MiMo-V2-Flash"))
 """Chunks, sinks, and values of another width; `test_assistant_heads.py` has Gemma 4."""
 SMALL_WINDOW = 24

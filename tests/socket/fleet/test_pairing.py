@@ -1,5 +1,6 @@
 """Pairing: codes, guesses, listeners, replays, and the token of a paired worker."""
 
+import errno
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -130,6 +131,18 @@ def test_a_live_worker_keeps_its_id_when_another_pairs_under_it(gateway, worker)
     assert heartbeat(gateway, worker, JOIN_TOKEN).status_code == 200
     assert pair(gateway, show_code(gateway)).worker_id == "fake-a-2"
     assert heartbeat(gateway, worker, JOIN_TOKEN).status_code == 200
+
+
+def test_a_full_disk_at_the_end_of_an_exchange_names_no_path(gateway, monkeypatch) -> None:
+    exchange = begun(gateway, show_code(gateway))
+
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("gateway.state.records.replace_file", write)
+    refused = finish(gateway, exchange.keys.worker_proof)
+    assert status_and_code(refused) == (503, "state_unavailable")
+    assert "/" not in refused.json()["error"]["message"]
 
 
 def test_a_message_of_another_form_is_refused_by_its_field_and_costs_no_code(gateway) -> None:

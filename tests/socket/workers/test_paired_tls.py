@@ -25,12 +25,12 @@ DAY_S = 86_400.0
 
 def shown(gateway: RunningGateway, worker_id: str = "mini") -> dict[str, Any]:
     workers: list[dict[str, Any]] = gateway.admin.get("/admin/v1/workers").json()["workers"]
-    return next(one for one in workers if one["worker_id"] == worker_id)
+    return next((one for one in workers if one["worker_id"] == worker_id), {})
 
 
 def serves(gateway: RunningGateway, scheme: str, worker_id: str = "mini") -> bool:
     worker = shown(gateway, worker_id)
-    return worker["state"] == "ready" and worker["url"].startswith(f"{scheme}://")
+    return worker.get("state") == "ready" and worker["url"].startswith(f"{scheme}://")
 
 
 def name_of(identity: Identity) -> str:
@@ -91,7 +91,7 @@ def test_l20_the_certificate_of_another_worker_at_its_address_is_refused(gateway
         with running(
             gateway, Paired(second, first.paired.file)
         ):  # it has stolen the files of the first one
-            wait_until(lambda: shown(gateway, "studio")["state"] == "unreachable")
+            wait_until(lambda: shown(gateway, "studio").get("state") == "unreachable")
             assert "certificate of its pairing" in shown(gateway, "studio")["problem"]
             assert serves(gateway, "https")
 
@@ -133,6 +133,7 @@ def test_a_certificate_is_renewed_in_its_last_third_and_only_for_the_key_of_the_
     assert "certificate" not in answer(third + 1)
     assert "certificate" not in answer(third - 1, Identity.new().public_key)
     assert "certificate" not in answer(third - 1, "")
+    assert "certificate" in answer(LIFE_S / DAY_S + 3), "dated by a clock that was ahead"
     new = answer(third - 1)
     renewed = identity.renewed(pairing.certificate, pairing.authority)
     renewed = renewed.renewed(new["certificate"], new["authority"])
@@ -160,3 +161,15 @@ def test_l20_no_worker_admits_one_whose_pairing_has_ended(gateway, tmp_path) -> 
         assert serves(gateway, "https"), "the gateway is admitted as before"
         again = pair(gateway, show_code(gateway), "studio", public_key=stolen.public_key)
         assert name_of(stolen.renewed(again.certificate, again.authority)) != name_of(stolen)
+
+
+def test_each_gateway_of_a_fleet_has_a_certificate_of_its_authority(
+    make_cluster_gateway, redis, tmp_path
+) -> None:
+    first, second = make_cluster_gateway(), make_cluster_gateway()
+    with paired_worker(first, tmp_path):
+        wait_until(lambda: second.chat(model="scripted").status_code == 200)
+        assert serves(second, "https")
+    stored = redis.client.hgetall("paceline:{pairings}:records")
+    assert {"/authority", "mini", "mini/key"} <= set(stored)
+    assert "PRIVATE" not in str(stored)

@@ -50,17 +50,37 @@ def test_an_unknown_context_costs_at_most_what_attention_over_it_would() -> None
         assert tokens == expected
 
 
-def test_chunks_stay_within_the_budget_as_tokens_cost_more_in_long_contexts() -> None:
-    budget = PrefillBudget(512, budget_s=0.1)
+def chunk_costs_s(budget: PrefillBudget, tokens: int, fixed_s: float) -> list[float]:
+    """Read so many tokens on a simulated machine, on which each pass costs a fixed time too."""
     read, costs_s = 0, []
-    while read < 4096:
-        tokens = budget.chunk_tokens(others_decode=True, context_tokens=read)
-        costs_s.append(tokens * (150e-6 + read * 0.1e-6))
-        budget.observe(tokens, costs_s[-1], context_tokens=read)
-        read += tokens
+    while read < tokens:
+        size = budget.chunk_tokens(others_decode=True, context_tokens=read)
+        costs_s.append(fixed_s + size * (150e-6 + read * 0.1e-6))
+        budget.observe(size, costs_s[-1], context_tokens=read)
+        read += size
+    return costs_s
 
-    assert max(costs_s) <= 0.1
-    assert len(costs_s) < 40
+
+@pytest.mark.parametrize(("tokens", "fixed_s", "most"), [(4096, 0.0, 40), (40_000, 0.016, 1600)])
+def test_chunks_stay_within_the_budget_as_tokens_cost_more_in_long_contexts(
+    tokens, fixed_s, most
+) -> None:
+    """In parts of a block too, where its cost is that of the context and no longer fits."""
+    costs_s = chunk_costs_s(PrefillBudget(512, budget_s=0.1), tokens, fixed_s)
+    assert max(costs_s) <= 0.102
+    assert len(costs_s) < most
+
+
+def test_a_machine_on_which_a_pass_costs_the_budget_reads_whole_blocks() -> None:
+    """A part would cost as much: the pass reads all weights."""
+    assert len(chunk_costs_s(PrefillBudget(512, budget_s=0.1), 6400, fixed_s=0.09)) == 100
+
+
+def test_no_further_chunk_begins_in_the_rest_of_a_budget_that_it_exceeds() -> None:
+    budget = PrefillBudget(512, budget_s=0.1)
+    budget.observe(64, 0.05)
+    spent_s = [0.02, 0.03, 0.2]
+    assert [budget.chunk_tokens(others_decode=True, spent_s=s) for s in spent_s] == [64, 0, 0]
 
 
 def run_policy(

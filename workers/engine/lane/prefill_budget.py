@@ -12,6 +12,8 @@ from math import inf
 BLOCK_TOKENS = 64
 """Chunks are whole blocks: recurrent layers scan in blocks, and a part of a block costs as much as
 a whole one. Reading the weights, too, costs the same for 64 tokens as for 16."""
+PARTS_TOKENS = (32, 16)
+"""Chunks where a block exceeds the budget only because of the context that its tokens attend to."""
 SAMPLES = 3
 """Chunks whose costs are stored for each class of contexts; the highest counts."""
 TARGET_SHARE = 0.75
@@ -41,7 +43,7 @@ class PrefillBudget:
     ) -> int:
         """Return the size of the next chunk of a prompt after `context_tokens`.
 
-        The step has spent `spent_s` already. The size is one block at least.
+        The step has spent `spent_s` already; 0 if that leaves no time for a further chunk.
         """
         wanted = _class(context_tokens)
         block_s = _cost_s(self._costs_s, wanted)
@@ -51,8 +53,13 @@ class PrefillBudget:
             blocks = 1 if others_decode else FIRST_BLOCKS
         else:
             budget_s = self._budget_s * (1 if others_decode else ALONE_FACTOR)
+            if others_decode and not spent_s and block_s > budget_s:
+                return self._part_tokens(block_s, budget_s)
             rest_s = TARGET_SHARE * budget_s - spent_s
-            blocks = max(1, int(rest_s / block_s)) if block_s else self._max_chunk_tokens
+            blocks = int(rest_s / block_s) if block_s else self._max_chunk_tokens
+            if blocks < 1 and spent_s:
+                return 0
+            blocks = max(blocks, 1)
             if not others_decode:  # few sizes, so that a repeated request is rounded alike
                 blocks = 1 << (blocks.bit_length() - 1)
         return min(blocks * BLOCK_TOKENS, self._max_chunk_tokens)
@@ -62,9 +69,21 @@ class PrefillBudget:
     ) -> None:
         """Record the duration of a chunk; `whole` unless the prompt has cut it short."""
         block_s = duration_s / _blocks(tokens)
+        if whole and tokens < BLOCK_TOKENS:  # the context costs each token the same
+            fixed_s = min(self._best_block_s, duration_s)
+            block_s = fixed_s + (duration_s - fixed_s) * BLOCK_TOKENS / tokens
         costs_s = self._costs_s if whole else self._part_costs_s
         costs_s.setdefault(_class(context_tokens), deque(maxlen=SAMPLES)).append(block_s)
         self._best_block_s = min(self._best_block_s, block_s)
+
+    def _part_tokens(self, block_s: float, budget_s: float) -> int:
+        """Return the largest part of a block that the budget allows; the block if no part pays."""
+        fixed_s = self._best_block_s
+        if fixed_s > budget_s / 2:
+            return BLOCK_TOKENS
+        context_s = (block_s - fixed_s) / BLOCK_TOKENS
+        fitting = (part for part in PARTS_TOKENS if fixed_s + part * context_s <= budget_s)
+        return next(fitting, PARTS_TOKENS[-1])
 
     def best_case_s(self, tokens: int) -> float:
         """Return how long `tokens` tokens take at the best speed so far; 0 if none is known."""

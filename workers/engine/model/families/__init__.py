@@ -5,10 +5,10 @@ A module has the record of a family, or of several that differ in little.
 
 from typing import Any
 
-from workers.engine.model.families import gemma4, lfm2, llama4, mrope, nextn, qwen3_next
+from workers.engine.model.families import gemma2, gemma4, lfm2, llama4, mrope, nextn, qwen3_next
 from workers.engine.model.families.family import Family
 
-_MODULES = (gemma4, lfm2, llama4, mrope, nextn, qwen3_next)
+_MODULES = (gemma2, gemma4, lfm2, llama4, mrope, nextn, qwen3_next)
 _FAMILIES = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 """By the name of mlx-vlm's package with the language model."""
 
