@@ -20,7 +20,7 @@ ip link add here type veth peer name there netns mac
 ip addr add 10.9.0.1/24 dev here && ip link set here up
 $mac ip link set lo up && $mac ip addr add 10.9.0.2/24 dev there && $mac ip link set there up
 "$PYTHON" -m gateway gateway --host 0.0.0.0 > /run/gateway.log 2>&1 &
-$mac "$PYTHON" -m tests.support.networked_worker join-token-of-two-networks http://10.9.0.1:8000 9200 \
+$mac "$PYTHON" -m tests.support.networked_worker "$PACELINE_JOIN_TOKEN" http://10.9.0.1:8000 9200 \
   > /run/worker.log 2>&1 &
 wait_for() {  # the state, the URL and the problem of the worker, as admins see them
   "$PYTHON" -c "$WAIT" "$1" && echo "$1" && return
