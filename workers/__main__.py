@@ -2,7 +2,7 @@
 
 import sys
 
-from workers.command_line import restart_with_blas
+from workers.blas import restart_with_blas
 
 if __name__ == "__main__":
     restart_with_blas("workers")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 from click.shell_completion import shell_complete
@@ -14,15 +13,6 @@ from paceline.command_line import COMPLETION_VARIABLE, Command, describe_usage_e
 from paceline.installation import missing_worker
 from paceline.protocol import ExitCode
 from paceline.terminal import printable
-
-
-def restart_with_blas(module: str) -> None:
-    """On Linux, restart this process once as `python -m module` under OpenBLAS; not for help."""
-    already = {"WITH_BLAS", COMPLETION_VARIABLE} & {*os.environ}
-    if sys.platform == "linux" and not (already or {"-h", "--help"} & {*sys.argv}):
-        script = str(Path(__file__).with_name("with-blas"))
-        python = [sys.executable, "-P", "-m", module, *sys.argv[1:]]
-        os.execv("/bin/sh", ["/bin/sh", script, *python])  # noqa: S606
 
 
 def run_command(command: Command, arguments: Sequence[str]) -> int:

@@ -19,7 +19,8 @@ import click
 from paceline.command_line import CONTEXT, Command, seconds_from
 from paceline.protocol import ExitCode, StartProgress, StartStage
 from paceline.terminal import StartDisplay, configure_logging, printable
-from workers.command_line import restart_with_blas, run_command
+from workers.blas import restart_with_blas
+from workers.command_line import run_command
 
 if TYPE_CHECKING:
     from workers.doctor.report import Report

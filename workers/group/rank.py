@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field
 from paceline.private_files import make_private
 from paceline.request.profile import Sampling
 from paceline.terminal import configure_logging
-from workers.command_line import restart_with_blas
+from workers.blas import restart_with_blas
 from workers.group.hosts import Backend, free_port
 from workers.settings import Split
 
