@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from ipaddress import IPv6Address, IPv6Network
 
 from starlette.types import Scope
 
@@ -40,6 +41,19 @@ def peer_address(scope: Scope) -> str:
     """Return the address of the connection; empty if it is unknown."""
     address: str = (scope.get("client") or ("", 0))[0]
     return address.removeprefix("::ffff:")
+
+
+def peer_network(scope: Scope) -> str:
+    """Return the address that limits count: with IPv6 the first 64 bits, which one machine may own.
+
+    On a local link all machines share these bits, so there it is the whole address.
+    """
+    peer = peer_address(scope)
+    try:
+        address = IPv6Address(peer)
+    except ValueError:
+        return peer
+    return peer if address.is_link_local else str(IPv6Network((address, 64), strict=False))
 
 
 def client_address(scope: Scope) -> str:

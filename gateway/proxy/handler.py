@@ -31,7 +31,7 @@ from gateway.protocols.base import renamed
 from gateway.protocols.documents import PDF_MARKS
 from gateway.protocols.openai import InspectionContext, WireFormat
 from gateway.proxy.billing import TokenReservation, default_max_tokens, estimate
-from gateway.proxy.client import client_address, peer_address, read_attributes, read_caller
+from gateway.proxy.client import client_address, peer_network, read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load, RejectionPacer
@@ -273,7 +273,7 @@ class ProxyHandler:
     async def slow_guesses(self, scope: Scope) -> None:
         """Wait before the refusal of a wrong secret; a right one never waits."""
         if header(scope, b"authorization") or header(scope, b"x-api-key"):
-            await asyncio.sleep(self._secret_pacer.delay_s(peer_address(scope)))
+            await asyncio.sleep(self._secret_pacer.delay_s(peer_network(scope)))
 
     async def _fail(
         self,

@@ -1,4 +1,4 @@
-"""Attributes of the caller that policies and queues may use."""
+"""Attributes of the caller that policies and queues may use, and the address that limits count."""
 
 import time
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from gateway.periodic import WeekClock
-from gateway.proxy.client import read_attributes
+from gateway.proxy.client import peer_network, read_attributes
 from gateway.types import Caller
 from policies.compiler import ANONYMOUS
 
@@ -58,3 +58,20 @@ def test_the_week_clock_is_right_throughout_the_end_of_summer_time() -> None:
         now = midnight + timedelta(seconds=seconds)
         local = now + timedelta(hours=2 if now < switched else 1)
         assert clock.minute() == (local.weekday() * 24 + local.hour) * 60 + local.minute
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        ("2001:db8:1:2::7", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2:ffff::1", "2001:db8:1:2::/64"),
+        ("2001:db8:1:3::7", "2001:db8:1:3::/64"),
+        ("fe80::7%en0", "fe80::7%en0"),
+        ("::1", "::/64"),
+        ("::ffff:10.0.0.7", "10.0.0.7"),
+        ("10.0.0.7", "10.0.0.7"),
+        ("", ""),
+    ],
+)
+def test_limits_count_the_network_of_an_ipv6_address(peer: str, network: str) -> None:
+    assert peer_network({"client": (peer, 1)} if peer else {}) == network
