@@ -132,8 +132,8 @@ async def test_the_api_reference_is_accessible_and_reads_no_key_that_another_pag
     await page.go_back()
     await page.get_by_role("link", name="On call").click()
     await expect(page.get_by_role("heading", name="The disk is full")).to_be_visible()
-    await page.get_by_role("link", name="upgrades").click()
-    await expect(page.get_by_role("heading", name="Upgrade")).to_be_in_viewport()
+    await page.get_by_role("link", name="uninstall").click()
+    await expect(page.get_by_role("heading", name="Uninstall")).to_be_in_viewport()
     assert tab.errors == []
 
 

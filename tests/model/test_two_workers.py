@@ -88,12 +88,13 @@ def fleet(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def wait_until_joined(gateway: RunningGateway, expected: set[str]) -> None:
-    """Wait until exactly these workers are members of the fleet."""
+    """Wait until exactly these workers are members of the fleet, and have started."""
 
     def worker_ids() -> set[str]:
         response = gateway.admin.get("/admin/v1/workers").raise_for_status()
         workers = response.json()["workers"]
-        return {worker["worker_id"] for worker in workers if worker["state"] != "gone"}
+        absent = ("gone", "starting")
+        return {worker["worker_id"] for worker in workers if worker["state"] not in absent}
 
     wait_until(lambda: worker_ids() == expected, within_s=TIMEOUT_S)
 

@@ -88,7 +88,8 @@ def invalid_bodies() -> Iterator[Any]:
     for field in FIELDS:
         # An error names what no schema knows, also to an admin.
         name = "odd" if field in ("messages", "tool_choice") else CANARY
-        for value in (CANARY, [CANARY], {name: CANARY}, [{name: CANARY}], [{"type": CANARY}]):
+        kind = "odd" if field == "tools" else CANARY
+        for value in (CANARY, [CANARY], {name: CANARY}, [{name: CANARY}], [{"type": kind}]):
             yield {**chat_body(), field: value}
     for url in (
         f"https://{CANARY}.example/",

@@ -280,5 +280,5 @@ def test_a_turn_elsewhere_names_who_has_the_earlier_ones_and_no_client_can(
     (alone,), (moved,) = holder.requests, taker.requests
     assert "x-paceline-prefix-sources" not in alone.headers
     assert json.loads(moved.headers["x-paceline-prefix-sources"]) == [
-        {"url": holder.url, "tokens": USAGE["prompt_tokens"]}
+        {"url": holder.url, "tokens": USAGE["prompt_tokens"], "server_name": ""}
     ]
