@@ -20,7 +20,8 @@ from bench.attack.stack import attacked_gateway
 from bench.harness.parts import ADMIN_KEY, Part, fixed_port, wait_until_up
 
 _DISK_BYTES: Final = 96 * 1024
-_FULL: Final = frozenset(("state_unavailable", "write_unconfirmed"))
+_UNSTORED: Final = "revocation_unstored"
+_FULL: Final = frozenset(("state_unavailable", "write_unconfirmed", _UNSTORED))
 _EDITS: Final = 400
 
 Limit = Callable[[], None] | None
@@ -55,6 +56,7 @@ class FullDisk(Attack):
         await gateway.start(limit)
         await wait_until_up(self._port)
         stored: dict[str, tuple[str, int]] = {}  # secret and the status that it gets, by id
+        unstored: set[str] = set()  # revoked until a restart, or longer
         refused = 0
         for _ in range(_EDITS):
             if refused > 20:
@@ -62,8 +64,9 @@ class FullDisk(Attack):
             if stored and self.rng.random() < 0.3:
                 name = self.rng.choice(list(stored))
                 answer = await self._admin(f"keys/{name}", method="DELETE")
-                if answer.status == 200:
+                if answer.status == 200 or answer.code == _UNSTORED:
                     stored[name] = stored[name][0], 401
+                    (unstored.add if answer.status != 200 else unstored.discard)(name)
             else:
                 answer = await self._admin("keys", {"name": f"{len(stored):060}", "team": "x" * 60})
                 if answer.status == 201:
@@ -78,6 +81,8 @@ class FullDisk(Attack):
         await gateway.kill()
         await gateway.start(limit)
         await wait_until_up(self._port)
+        for name in unstored:
+            del stored[name]
         await self._compare(stored, "after kill -9 on a full disk")
         await gateway.stop()
         for file in (gateway.home / "state").iterdir():
