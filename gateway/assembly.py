@@ -254,6 +254,7 @@ class Gateway:
                 if part is not None:
                     await stack.enter_async_context(part)
             await stack.enter_async_context(self.control.client)
+            await stack.enter_async_context(self.control.paired_client)
             await stack.enter_async_context(self.engine_watch)
             for work in reversed((self.usage_store.flush, *self.cluster_sync.final_exchanges)):
                 stack.push_async_callback(Job(work=work, period_s=0).run)

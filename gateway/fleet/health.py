@@ -21,7 +21,7 @@ from gateway.fleet.registry import ABSENCE_LIMIT_S, WorkerRegistry, is_local, sp
 from gateway.periodic import SharedRuns
 from gateway.state.shared_counters import CounterStore
 from gateway.strict_json import Pieces, size_of
-from paceline.http import system_error
+from paceline.http import certificate_authorities, system_error
 from paceline.protocol import CHECKS, MAX_REPORT_BYTES, PREFIX_CACHE_PATH, WorkerReport
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ TIMEOUTS = (httpx.TimeoutException, TimeoutError)
 
 
 class ReportClient:
-    """Requests reports from the workers that send heartbeats, within `client`."""
+    """Requests reports from workers that send heartbeats, within `client` and `paired_client`."""
 
     def __init__(
         self,
@@ -64,15 +64,17 @@ class ReportClient:
         self._call_backs = asyncio.Semaphore(_MAX_CALL_BACKS)
         self.refresh_all = SharedRuns(self._refresh_all)
         """Updates the reports of all live workers, once for all who call at a time."""
-        self.client = httpx.AsyncClient(
+        client = functools.partial(
+            httpx.AsyncClient,
             # Not compressed: a small response could hold a large report.
             headers={"accept-encoding": "identity"},
             timeout=CALL_BACK_TIMEOUT_S,
             # No task reads an idle connection, so the end of one would go unnoticed.
             limits=httpx.Limits(max_keepalive_connections=0),
-            verify=fleet_tls,  # only paired workers speak TLS
             trust_env=False,
         )
+        self.client = client(verify=certificate_authorities())
+        self.paired_client = client(verify=fleet_tls)
 
     async def call_back(self, worker: WorkerReport) -> str:
         """Return why the URL of a report does not answer as that boot; empty if it does.
@@ -96,7 +98,8 @@ class ReportClient:
         """Return the status and the body of a worker's check of a request; None without one."""
         url = worker.url + CHECKS + path.removeprefix("/v1")
         headers = {**headers, "content-length": str(size_of(body))}
-        ask = functools.partial(self.client.stream, "POST", url, extensions=self._named(worker))
+        client, named = self._client_of(worker)
+        ask = functools.partial(client.stream, "POST", url, extensions=named)
         try:
             async with (
                 asyncio.timeout(CHECK_TIMEOUT_S),
@@ -110,14 +113,15 @@ class ReportClient:
     async def delete_prefixes(self, worker: WorkerReport, scopes: Sequence[str]) -> bool:
         """Return whether a worker has deleted its cache of isolation scopes; none: of all."""
         params = {"scope": list(scopes)}
+        client, named = self._client_of(worker)
         try:
             async with asyncio.timeout(DELETION_TIMEOUT_S):
-                response = await self.client.delete(
+                response = await client.delete(
                     worker.url + PREFIX_CACHE_PATH,
                     params=params,
                     headers=self._authorization_of(worker.worker_id),
                     timeout=DELETION_TIMEOUT_S,
-                    extensions=self._named(worker),
+                    extensions=named,
                 )
         except Exception as error:  # noqa: BLE001  # the client library raises arbitrary errors
             why = type(error).__name__
@@ -174,11 +178,11 @@ class ReportClient:
     async def _fetch(self, worker: WorkerReport, timeout_s: float) -> WorkerReport:
         """Return the present report of a worker; raise `_NoReport`."""
         url = worker.url + REPORT_PATH
+        client, named = self._client_of(worker)
         try:
             async with asyncio.timeout(timeout_s):
                 headers = self._authorization_of(worker.worker_id)
-                named = self._named(worker)
-                response, body = await fetch(self.client, "GET", url, headers, extensions=named)
+                response, body = await fetch(client, "GET", url, headers, extensions=named)
             if (status := response.status_code) != httpx.codes.OK:
                 rejected = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
                 raise _NoReport(_OTHER_TOKEN if rejected else _OTHER_PROGRAM, f"status {status}")
@@ -195,9 +199,10 @@ class ReportClient:
         # It has answered at this URL. It may name another one, which faces another gateway.
         return report.model_copy(update={"url": worker.url})
 
-    def _named(self, worker: WorkerReport) -> dict[str, str]:
-        """Return the option of a request with the name that the worker's certificate must have."""
-        return {"sni_hostname": self._server_name(worker.worker_id)}
+    def _client_of(self, worker: WorkerReport) -> tuple[httpx.AsyncClient, dict[str, str]]:
+        """Return the client for a worker, and the option with the name in its certificate."""
+        name = self._server_name(worker.worker_id)
+        return (self.paired_client, {"sni_hostname": name}) if name else (self.client, {})
 
 
 class _NoReport(Exception):
@@ -230,8 +235,8 @@ _PLAIN = (
     "worker, or pair it again: paceline join"
 )
 _NOT_ITS_CERTIFICATE = (
-    "The program at the worker's address does not show the certificate of its pairing, or a clock "
-    "is wrong. Compare the clocks of both Macs, then pair the worker again: paceline join"
+    "The program at the worker's address does not show a certificate that this gateway trusts, or "
+    "a clock is wrong. Compare the clocks of both Macs, then pair the worker again: paceline join"
 )
 _OTHER_PROGRAM = "The program at the worker's address is not a worker."
 _OTHER_PROCESS = "Another worker, or an earlier run of this one, answers at the worker's address."

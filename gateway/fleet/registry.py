@@ -354,9 +354,10 @@ class WorkerRegistry:
         """Return the holders that can send nodes of their prefix cache to a worker.
 
         Full, cordoned and draining workers can. Another machine cannot reach an address of this
-        one, and nothing travels between a worker with TLS and one without.
+        one, and nothing travels between a worker with a certificate of the fleet and one without.
         """
-        sources = []
+        sources, name_of = [], taker.backend.server_name
+        certified = bool(name_of(taker.report.worker_id))
         for (worker_id, boot_id), tokens in holders:
             holder = self._workers.get(worker_id)
             if (
@@ -366,9 +367,9 @@ class WorkerRegistry:
                 and holder.is_live
                 and not holder.problem
                 and (is_local(taker.report) or not is_local(holder.report))
-                and speaks_tls(taker.report) is speaks_tls(holder.report)
+                and bool(name := name_of(worker_id)) is certified
             ):
-                url, name = holder.report.url, holder.backend.server_name(worker_id)
+                url = holder.report.url
                 sources.append(NodeSource(url=url, tokens=tokens, server_name=name))
         return tuple(sources[:MAX_SOURCES])
 

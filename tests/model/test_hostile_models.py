@@ -127,6 +127,9 @@ def test_a_folder_without_a_tokenizer_is_refused_before_kernels_are_compiled(tmp
     shutil.copytree(CHECKPOINT, tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(ValueError, match="the tokenizer is missing"):
         load_checkpoint(tmp_path / "m")
+    (tmp_path / "m/tekken.json").write_text("{}")  # the only file of Mistral's own tokenizer
+    with pytest.raises(KeyError, match="config"):  # it is read
+        load_checkpoint(tmp_path / "m")
 
 
 def test_c4_a_model_that_fails_after_its_weights_have_loaded_does_not_abort(tmp_path: Path) -> None:

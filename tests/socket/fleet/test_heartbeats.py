@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import socket
+import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -22,8 +23,9 @@ from gateway.fleet import worker as fleet_worker
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.state.counters import MemoryCounters
-from paceline.http import paired_tls
+from paceline.http import certificate_authorities, paired_tls
 from paceline.protocol import PROTOCOL, WorkerReport
+from tests.support.certificates import write_certificate
 from tests.support.fault_proxy import Fault, FaultProxy, running_proxy
 from tests.support.gateway_fixtures import QUICK, SILENCE_S
 from tests.support.http_server import serve_streams
@@ -353,6 +355,33 @@ async def test_c5_a_report_without_end_is_not_read_to_the_timeout(worker: Script
     async with serve_streams(send_without_end) as port, client.client:
         assert await client.call_back(worker.report(url=f"http://127.0.0.1:{port}"))
     assert sent < 20_000_000, "a report has 256 KB; the system buffers the rest"
+
+
+async def test_a_worker_behind_a_proxy_with_tls_needs_a_certificate_that_is_trusted(
+    worker: ScriptedWorker, tmp_path, monkeypatch
+) -> None:
+    """It has not paired: the trusted authorities count, not that of the fleet."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps({"report": worker.report().model_dump(mode="json")})
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        writer.close()
+
+    certificate, key = write_certificate(tmp_path)
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    served.load_cert_chain(certificate, key)
+    fleet, backend = WorkerRegistry(time.monotonic, lambda: 0.0), PacelineWorker(JOIN_TOKEN)
+    for trusted in (False, True):
+        if trusted:
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        authorities = certificate_authorities.__wrapped__
+        monkeypatch.setattr(health, "certificate_authorities", authorities)
+        control = ReportClient(backend, fleet, MemoryCounters(), paired_tls())
+        async with serve_streams(answer, tls=served) as port, control.client:
+            report = worker.report(url=f"https://127.0.0.1:{port}")
+            problem = await control.call_back(report)
+        assert ("certificate" in problem) is not trusted
 
 
 def test_a_worker_with_a_taken_id_is_told_at_the_one_that_has_it(

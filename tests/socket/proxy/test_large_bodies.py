@@ -13,7 +13,6 @@ import pytest
 from gateway import inspection_thread, strict_json
 from gateway.api import responses
 from gateway.protocols.responses import ResponsesFormat
-from gateway.protocols.responses.request import check_items
 from gateway.proxy import handler
 from gateway.strict_json import _BOUNDS as BOUNDS
 from gateway.strict_json import parse
@@ -25,6 +24,7 @@ from tests.support.running_gateway import (
     wait_until,
 )
 from tests.support.scripted_worker import ScriptedWorker
+from tests.support.threads import record_threads
 
 LARGE = chat_body(messages=[{"role": "user", "content": "Hi"}] * 2_000)
 MANY = chat_body(messages=[{"role": "user", "content": "Hi"}] * 10_001)
@@ -86,13 +86,7 @@ def test_c16_a_large_body_is_counted_beside_the_event_loop(
     gateway_with_worker, monkeypatch
 ) -> None:
     """To count 32 MB holds up other requests by 100 ms."""
-    threads: set[str] = set()
-
-    def counted(raw: bytes, **options: bool) -> int:
-        threads.add(threading.current_thread().name)
-        return strict_json.footprint_bytes(raw, **options)
-
-    monkeypatch.setattr(inspection_thread, "footprint_bytes", counted)
+    threads = record_threads(monkeypatch, (inspection_thread, "footprint_bytes"))
     body = chat_body(messages=[{"role": "user", "content": "word " * 200_000}])
     assert gateway_with_worker.chat(**body).status_code == 200
     assert threads == {"inspection_0"}
@@ -101,17 +95,11 @@ def test_c16_a_large_body_is_counted_beside_the_event_loop(
 def test_c16_a_small_body_that_stands_for_much_is_inspected_beside_the_event_loop(
     gateway_with_worker, monkeypatch
 ) -> None:
-    client, threads = gateway_with_worker.client, set()
-
-    def seen(wire_format: ResponsesFormat, *given: Any) -> Any:
-        threads.add(threading.current_thread().name)
-        return inspect(wire_format, *given)
-
+    client = gateway_with_worker.client
     item = {"role": "user", "content": "word " * 200_000}
     made = client.post("/v1/conversations", json={"items": [item]}).json()
     listed = client.get(f"/v1/conversations/{made['id']}/items").json()
-    inspect = ResponsesFormat._inspect
-    monkeypatch.setattr(ResponsesFormat, "_inspect", seen)
+    threads = record_threads(monkeypatch, (ResponsesFormat, "_inspect"))
     body = {"model": "demo", "input": [{"id": listed["first_id"]}], "store": False}
     assert client.post("/v1/responses", json=body).status_code == 200
     assert threads == {"inspection_0"}
@@ -122,17 +110,7 @@ def test_c16_many_values_are_read_beside_the_event_loop(
     gateway_with_worker, monkeypatch, path
 ) -> None:
     """The items of a conversation held it up by 225 ms, and the tokens of a prompt by 80 ms."""
-    threads: set[str] = set()
-
-    def recorded(work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
-            threads.add(threading.current_thread().name)
-            return work(*given)
-
-        return run
-
-    monkeypatch.setattr(responses, "check_items", recorded(check_items))
-    monkeypatch.setattr(handler, "parse", recorded(parse))
+    threads = record_threads(monkeypatch, (responses, "check_items"), (handler, "parse"))
     item = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}] * 2_000}
     body = {"items": [item]} if "conv" in path else {"model": "demo", "prompt": [1] * 20_000}
     assert gateway_with_worker.client.post(path, json=body).status_code == 200

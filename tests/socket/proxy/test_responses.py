@@ -3,8 +3,7 @@
 import contextlib
 import gc
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.support.scripted_worker import (
     stream_events,
     usage_chunk,
 )
+from tests.support.threads import record_threads
 
 
 def test_a_sampled_request_runs_on_vlm_with_its_reason(shared_gateway: RunningGateway) -> None:
@@ -151,17 +151,8 @@ def test_an_oversized_response_becomes_a_502(served, monkeypatch) -> None:
 
 def test_a_large_answer_is_read_and_written_beside_the_event_loop(served, monkeypatch) -> None:
     """Vectors may take 64 MB: to parse them at once would hold up all requests."""
-    threads: set[str] = set()
-
-    def recorded(work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            threads.add(threading.current_thread().name)
-            return work(*args)
-
-        return call
-
-    for name in ("footprint_bytes", "parse_answer", "encode_body"):
-        monkeypatch.setattr(forward, name, recorded(getattr(forward, name)))
+    steps = ("footprint_bytes", "parse_answer", "encode_body")
+    threads = record_threads(monkeypatch, *((forward, name) for name in steps))
     logprobs = {"content": [{"token": "\u20ac", "logprob": -0.5}] * 120_000}
     choice = {"index": 0, "message": {"role": "assistant", "content": "one"}, "logprobs": logprobs}
     answer = {"choices": [{**choice, "finish_reason": "stop"}], "model": "of-the-engine"}

@@ -92,7 +92,7 @@ def test_l20_the_certificate_of_another_worker_at_its_address_is_refused(gateway
             gateway, Paired(second, first.paired.file)
         ):  # it has stolen the files of the first one
             wait_until(lambda: shown(gateway, "studio").get("state") == "unreachable")
-            assert "certificate of its pairing" in shown(gateway, "studio")["problem"]
+            assert "certificate that this gateway trusts" in shown(gateway, "studio")["problem"]
             assert serves(gateway, "https")
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gateway.engines.paceline import PacelineWorker
 from gateway.errors import TooManyWorkers, WorkerIdTaken
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, MAX_KNOWN_MODELS, WorkerRegistry
@@ -563,14 +564,19 @@ def test_nodes_come_from_live_workers_that_the_taker_can_reach(fleet: Fleet) -> 
     assert len(fleet.node_sources(states["taker"], holders[:2] * 4)) == MAX_SOURCES
 
 
-def test_no_nodes_travel_between_a_worker_with_tls_and_one_without(fleet: Fleet) -> None:
-    for name, url in (("a", "https://a:1"), ("b", "https://b:1"), ("plain", "http://c:1")):
+def test_no_nodes_travel_between_a_worker_with_a_certificate_and_one_without(fleet: Fleet) -> None:
+    """A proxy may speak TLS for a worker that has not paired, which has no certificate either."""
+    urls = {"a": "https://a:1", "b": "https://b:1", "plain": "http://c:1", "proxied": "https://d:1"}
+    for name, url in urls.items():
         fleet.heartbeat(report(worker_id=name, url=url))
     states = {state.report.worker_id: state for state in fleet.workers()}
-    holders = [((name, "1"), 100) for name in ("b", "plain")]
+    backend = states["a"].backend
+    assert isinstance(backend, PacelineWorker)
+    backend.server_names = {"a": "a.worker", "b": "b.worker"}
+    holders = [((name, "1"), 100) for name in ("b", "plain", "proxied")]
     sources = {name: fleet.node_sources(state, holders) for name, state in states.items()}
-    assert [one.url for one in sources["a"]] == ["https://b:1"]
-    assert [one.url for one in sources["plain"]] == ["http://c:1"]
+    assert [(one.url, one.server_name) for one in sources["a"]] == [("https://b:1", "b.worker")]
+    assert [one.url for one in sources["plain"]] == ["http://c:1", "https://d:1"]
 
 
 def test_no_nodes_come_from_or_to_a_server_of_another_kind(fleet: Fleet) -> None:

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _LAST_WITHOUT_BFLOAT16 = 14
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "tekken.json")
+"""Patterns of the files of all tokenizers; the last is Mistral's only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ def load_checkpoint(
     """
     config = check_folder(path)
     _check_type(config)
-    if not any([*path.glob("*token*"), *path.glob("*vocab*")]):
+    if not any(next(path.glob(name), None) for name in _TOKENIZER_FILES):
         raise ValueError("the tokenizer is missing: no file of it is there")
     forbid_code()
     model, processor = load(str(path), trust_remote_code=False)
